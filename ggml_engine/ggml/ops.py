@@ -1,0 +1,406 @@
+"""Graph operations with their preconditions checked, so that a bad shape is a GraphError and not a dead process.
+
+ggml aborts on a misfit; every method here states in Python what ggml would assert, and checks it before the call.
+Owns the ggml context that holds a graph's tensors. Knows no model and no cache. Shapes are in ggml's order, ne0 (the
+contiguous one) first; every Tensor has four dimensions. Data (row ids, positions) is checked where it is set.
+Source of the conditions: ggml.c and ggml-cpu/ops.cpp of the checked version.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ggml_engine.errors import AllocationError, GraphError
+from ggml_engine.ggml.library import Libraries, ffi
+from ggml_engine.ggml.tensor_types import TensorType
+
+ROPE_NORMAL = 0
+ROPE_NEOX = 2
+
+FLOAT_TYPES = frozenset({TensorType.F32, TensorType.F16, TensorType.BF16})
+MATMUL_TYPES = frozenset(kind for kind in TensorType if kind.can_multiply)
+_MAX_ELEMENTS = 2**63 - 1
+_FLASH_KV_TYPES = MATMUL_TYPES
+_SET_ROWS_TYPES = frozenset(
+    {
+        TensorType.F32,
+        TensorType.F16,
+        TensorType.BF16,
+        TensorType.Q8_0,
+        TensorType.Q4_0,
+        TensorType.Q4_1,
+        TensorType.Q5_0,
+        TensorType.Q5_1,
+        TensorType.IQ4_NL,
+    }
+)
+Shape = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """A tensor of ggml: the pointer, and what never changes about it. `nb` are strides in bytes."""
+
+    ptr: Any
+    type: TensorType
+    ne: Shape
+    nb: Shape
+
+    @property
+    def name(self) -> str:
+        """The name that was given to it."""
+        return str(ffi.string(self.ptr.name).decode("utf-8", "replace"))
+
+    @property
+    def n_elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.ne)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie one after the other in ne0, ne1, ne2, ne3 order."""
+        expected = self.type.block_bytes
+        if self.nb[0] != expected:
+            return False
+        expected = self.type.row_bytes(self.ne[0])
+        for n, stride in zip(self.ne[1:], self.nb[1:], strict=True):
+            if n != 1 and stride != expected:
+                return False
+            expected = stride * n if n != 1 else expected * n
+        return True
+
+    @property
+    def has_contiguous_rows(self) -> bool:
+        """Whether each row's elements lie one after the other."""
+        return self.nb[0] == self.type.block_bytes
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes from the first element to one past the last."""
+        if self.type.block_size == 1:
+            return self.nb[0] + sum((n - 1) * stride for n, stride in zip(self.ne, self.nb, strict=True))
+        rows = sum((n - 1) * stride for n, stride in zip(self.ne[1:], self.nb[1:], strict=True))
+        return self.type.row_bytes(self.ne[0]) + rows
+
+    def __repr__(self) -> str:
+        return f"{self.name or 'tensor'} {self.type.name} {list(self.ne)}"
+
+
+def wrap(ptr: Any) -> Tensor:
+    """The Tensor behind a non-null `struct ggml_tensor *`."""
+    return Tensor(ptr, TensorType(ptr.type), tuple(ptr.ne), tuple(ptr.nb))
+
+
+def _require(condition: bool, operation: str, reason: str, *tensors: Tensor) -> None:
+    if not condition:
+        shown = ", ".join(repr(tensor) for tensor in tensors)
+        raise GraphError(f"{operation}: {reason} (given: {shown})" if shown else f"{operation}: {reason}")
+
+
+def _repeats(small: Tensor, large: Tensor) -> bool:
+    return all(n and big % n == 0 for n, big in zip(small.ne, large.ne, strict=True))
+
+
+class TensorContext:
+    """A ggml context: room for the descriptions of at most `max_tensors` tensors, their data lies elsewhere."""
+
+    def __init__(self, libraries: Libraries, max_tensors: int, extra_bytes: int = 0) -> None:
+        if not 0 < max_tensors <= 1 << 20:
+            raise GraphError(f"a context for {max_tensors} tensors was asked for, 1 to {1 << 20} are possible")
+        self.libraries = libraries
+        self.base = libraries.base
+        self.max_tensors = max_tensors
+        self.n_tensors = 0
+        n_bytes = self.base.ggml_tensor_overhead() * max_tensors + extra_bytes
+        params = {"mem_size": n_bytes, "mem_buffer": ffi.NULL, "no_alloc": True}
+        self._ctx = self.base.ggml_init(ffi.new("struct ggml_init_params *", params)[0])
+        if self._ctx == ffi.NULL:
+            raise AllocationError(f"a ggml context of {n_bytes} bytes could not be had")
+
+    @property
+    def ctx(self) -> Any:
+        """The open context's pointer."""
+        if self._ctx is None:
+            raise GraphError("the context was freed before")
+        return self._ctx
+
+    def free(self) -> None:
+        """Free the descriptions; the tensors must not be used afterwards."""
+        ctx, self._ctx = self._ctx, None
+        if ctx is not None:
+            self.base.ggml_free(ctx)
+
+    def _room(self, operation: str) -> Any:
+        if self.n_tensors >= self.max_tensors:
+            raise GraphError(f"{operation}: the context is full ({self.max_tensors} tensors)")
+        self.n_tensors += 1
+        return self.ctx
+
+    def new_tensor(self, name: str, tensor_type: TensorType, *ne: int) -> Tensor:
+        """A tensor without data, of one to four dimensions."""
+        _require(1 <= len(ne) <= 4, "new_tensor", f"1 to 4 dimensions, asked for {len(ne)}")
+        _require(all(0 < n <= _MAX_ELEMENTS for n in ne), "new_tensor", f"dimensions must be positive, asked for {ne}")
+        _require(math.prod(ne) * 16 <= _MAX_ELEMENTS, "new_tensor", f"too many elements: {ne}")
+        kind = TensorType(tensor_type)
+        _require(ne[0] % kind.block_size == 0, "new_tensor", f"rows of {ne[0]} do not fill blocks of {kind.block_size}")
+        ptr = self.base.ggml_new_tensor(self._room("new_tensor"), int(kind), len(ne), ffi.new("int64_t[]", ne))
+        return self._named(ptr, name)
+
+    def _named(self, ptr: Any, name: str) -> Tensor:
+        if ptr == ffi.NULL:
+            raise GraphError(f"ggml made no tensor for {name!r}")
+        if name:
+            self.base.ggml_set_name(ptr, name.encode("utf-8")[:63])
+        return wrap(ptr)
+
+
+class GraphBuilder(TensorContext):
+    """Builds one graph. Every operation takes a name for its result, as a builder of llama.cpp names its nodes."""
+
+    def __init__(self, libraries: Libraries, max_tensors: int, n_outside: int = 0) -> None:
+        """`n_outside` bounds the tensors of other contexts (weights, pool) that the graph may use."""
+        self.graph_size = max_tensors + n_outside
+        overhead = libraries.base.ggml_graph_overhead_custom(self.graph_size, False)
+        super().__init__(libraries, max_tensors, overhead)
+        self.cgraph = self.base.ggml_new_graph_custom(self.ctx, self.graph_size, False)
+
+    # ---- inputs, outputs, order
+
+    def input(self, name: str, tensor_type: TensorType, *ne: int) -> Tensor:
+        """A tensor that is filled before every run."""
+        tensor = self.new_tensor(name, tensor_type, *ne)
+        self.base.ggml_set_input(tensor.ptr)
+        return tensor
+
+    def output(self, tensor: Tensor, name: str) -> Tensor:
+        """Mark a result that is read after the run."""
+        self.base.ggml_set_name(tensor.ptr, name.encode("utf-8")[:63])
+        self.base.ggml_set_output(tensor.ptr)
+        self.expand(tensor)
+        return tensor
+
+    def expand(self, tensor: Tensor) -> None:
+        """Let everything up to `tensor` run before what is expanded later."""
+        self.base.ggml_build_forward_expand(self.cgraph, tensor.ptr)
+
+    # ---- arithmetic
+
+    def _elementwise(self, operation: str, a: Tensor, b: Tensor) -> None:
+        _require(a.type in FLOAT_TYPES and b.type in FLOAT_TYPES, operation, "both must be floats", a, b)
+        _require(a.type == TensorType.F32 or a.type == b.type, operation, "the types do not go together", a, b)
+        _require(_repeats(b, a), operation, "the second does not repeat into the first", a, b)
+        _require(a.has_contiguous_rows and b.has_contiguous_rows, operation, "rows must be contiguous", a, b)
+
+    def add(self, a: Tensor, b: Tensor, name: str = "") -> Tensor:
+        """a + b; b is repeated to a's shape."""
+        self._elementwise("add", a, b)
+        return self._named(self.base.ggml_add(self._room("add"), a.ptr, b.ptr), name)
+
+    def mul(self, a: Tensor, b: Tensor, name: str = "") -> Tensor:
+        """a * b elementwise; b is repeated to a's shape."""
+        self._elementwise("mul", a, b)
+        return self._named(self.base.ggml_mul(self._room("mul"), a.ptr, b.ptr), name)
+
+    def scale(self, a: Tensor, factor: float, name: str = "") -> Tensor:
+        """a * factor."""
+        _require(a.type == TensorType.F32 and a.is_contiguous, "scale", "f32 and contiguous is needed", a)
+        _require(math.isfinite(factor), "scale", f"the factor must be finite, is {factor}")
+        return self._named(self.base.ggml_scale(self._room("scale"), a.ptr, factor), name)
+
+    def _unary_input(self, operation: str, *tensors: Tensor) -> None:
+        for a in tensors:
+            _require(a.type == TensorType.F32, operation, "f32 is needed", a)
+            _require(a.is_contiguous, operation, "a contiguous tensor is needed", a)
+
+    def tanh(self, a: Tensor, name: str = "") -> Tensor:
+        """Hyperbolic tangent."""
+        self._unary_input("tanh", a)
+        return self._named(self.base.ggml_tanh(self._room("tanh"), a.ptr), name)
+
+    def silu(self, a: Tensor, name: str = "") -> Tensor:
+        """x * sigmoid(x)."""
+        self._unary_input("silu", a)
+        return self._named(self.base.ggml_silu(self._room("silu"), a.ptr), name)
+
+    def swiglu(self, gate: Tensor, up: Tensor, name: str = "") -> Tensor:
+        """silu(gate) * up (Shazeer 2020, arXiv:2002.05202)."""
+        self._unary_input("swiglu", gate, up)
+        _require(gate.ne == up.ne, "swiglu", "shapes differ", gate, up)
+        return self._named(self.base.ggml_swiglu_split(self._room("swiglu"), gate.ptr, up.ptr), name)
+
+    def geglu(self, gate: Tensor, up: Tensor, name: str = "") -> Tensor:
+        """gelu(gate) * up, with the tanh approximation (Shazeer 2020, arXiv:2002.05202)."""
+        self._unary_input("geglu", gate, up)
+        _require(gate.ne == up.ne, "geglu", "shapes differ", gate, up)
+        return self._named(self.base.ggml_geglu_split(self._room("geglu"), gate.ptr, up.ptr), name)
+
+    def rms_norm(self, a: Tensor, eps: float, name: str = "") -> Tensor:
+        """a / sqrt(mean(a^2) + eps) per row (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+        _require(a.type == TensorType.F32 and a.has_contiguous_rows, "rms_norm", "f32 with contiguous rows", a)
+        _require(math.isfinite(eps) and eps >= 0, "rms_norm", f"eps must be finite and not negative, is {eps}")
+        return self._named(self.base.ggml_rms_norm(self._room("rms_norm"), a.ptr, eps), name)
+
+    def mul_mat(self, a: Tensor, b: Tensor, name: str = "", *, f32_accumulation: bool = False) -> Tensor:
+        """a^T b: [k, m] by [k, n] gives f32 [m, n]; dimensions 2 and 3 of a are repeated to b's."""
+        _require(a.type in MATMUL_TYPES, "mul_mat", "the first cannot be multiplied in this type", a, b)
+        _require(b.type in FLOAT_TYPES, "mul_mat", "the second must hold floats", a, b)
+        _require(a.ne[0] == b.ne[0], "mul_mat", "row lengths differ", a, b)
+        _require(b.ne[2] % a.ne[2] == 0 and b.ne[3] % a.ne[3] == 0, "mul_mat", "batches do not repeat", a, b)
+        _require(a.nb[0] <= a.nb[1] and a.has_contiguous_rows, "mul_mat", "the first must not be transposed", a, b)
+        _require(b.has_contiguous_rows, "mul_mat", "the second's rows must be contiguous", a, b)
+        result = self._named(self.base.ggml_mul_mat(self._room("mul_mat"), a.ptr, b.ptr), name)
+        if f32_accumulation:
+            self.base.ggml_prec_set_acc(result.ptr, self.base.GGML_PREC_F32)
+        return result
+
+    # ---- shapes
+
+    def reshape(self, a: Tensor, *ne: int, name: str = "") -> Tensor:
+        """The same elements under a shape of two or three dimensions."""
+        _require(a.is_contiguous, "reshape", "a contiguous tensor is needed", a)
+        _require(len(ne) in {2, 3} and all(n > 0 for n in ne), "reshape", f"bad shape {ne}", a)
+        _require(math.prod(ne) == a.n_elements, "reshape", f"{ne} has another number of elements", a)
+        _require(ne[0] % a.type.block_size == 0, "reshape", f"rows of {ne[0]} do not fill blocks", a)
+        make = self.base.ggml_reshape_2d if len(ne) == 2 else self.base.ggml_reshape_3d
+        return self._named(make(self._room("reshape"), a.ptr, *ne), name)
+
+    def view(self, a: Tensor, ne: tuple[int, ...], strides: tuple[int, ...], offset: int, name: str = "") -> Tensor:
+        """Part of a tensor: 1 to 3 dimensions `ne`, strides in bytes of dimensions 1 and 2, offset in bytes."""
+        _require(1 <= len(ne) <= 3 and len(strides) == len(ne) - 1, "view", f"bad shape {ne}, strides {strides}", a)
+        _require(all(n > 0 for n in ne) and all(s > 0 for s in strides) and offset >= 0, "view", "negative", a)
+        _require(ne[0] % a.type.block_size == 0, "view", f"rows of {ne[0]} do not fill blocks", a)
+        last = offset + a.type.row_bytes(ne[0])
+        last += sum((n - 1) * stride for n, stride in zip(ne[1:], strides, strict=True))
+        _require(last <= a.span_bytes, "view", f"ends at byte {last} of {a.span_bytes}", a)
+        _require(all(s % a.type.block_bytes == 0 for s in (*strides, offset)), "view", "unaligned stride or offset", a)
+        make = (self.base.ggml_view_1d, self.base.ggml_view_2d, self.base.ggml_view_3d)[len(ne) - 1]
+        return self._named(make(self._room("view"), a.ptr, *ne, *strides, offset), name)
+
+    def permute(self, a: Tensor, *axes: int, name: str = "") -> Tensor:
+        """Dimension i of `a` becomes dimension axes[i]."""
+        _require(sorted(axes) == [0, 1, 2, 3], "permute", f"axes {axes} are no permutation", a)
+        return self._named(self.base.ggml_permute(self._room("permute"), a.ptr, *axes), name)
+
+    def cont_2d(self, a: Tensor, ne0: int, ne1: int, name: str = "") -> Tensor:
+        """A contiguous copy under a shape of two dimensions."""
+        _require(ne0 > 0 and ne1 > 0 and ne0 * ne1 == a.n_elements, "cont_2d", f"[{ne0}, {ne1}] does not fit", a)
+        _require(a.type in FLOAT_TYPES, "cont_2d", "floats are needed", a)
+        return self._named(self.base.ggml_cont_2d(self._room("cont_2d"), a.ptr, ne0, ne1), name)
+
+    def cont(self, a: Tensor, name: str = "") -> Tensor:
+        """A contiguous copy."""
+        _require(a.type in FLOAT_TYPES or a.has_contiguous_rows, "cont", "this type cannot be transposed", a)
+        return self._named(self.base.ggml_cont(self._room("cont"), a.ptr), name)
+
+    def cast(self, a: Tensor, tensor_type: TensorType, name: str = "") -> Tensor:
+        """A contiguous copy in another type."""
+        _require(a.type in FLOAT_TYPES and tensor_type in FLOAT_TYPES, "cast", f"floats only, to {tensor_type}", a)
+        return self._named(self.base.ggml_cast(self._room("cast"), a.ptr, int(tensor_type)), name)
+
+    def concat(self, a: Tensor, b: Tensor, dim: int, name: str = "") -> Tensor:
+        """a, then b, along dimension `dim`; a copy."""
+        _require(dim in {0, 1, 2, 3}, "concat", f"dimension {dim}", a, b)
+        _require(a.type == b.type and (dim or a.type.block_size == 1), "concat", "types do not go together", a, b)
+        alike = all(a.ne[d] == b.ne[d] for d in range(4) if d != dim)
+        _require(alike, "concat", f"shapes differ outside of dimension {dim}", a, b)
+        return self._named(self.base.ggml_concat(self._room("concat"), a.ptr, b.ptr, dim), name)
+
+    # ---- rows
+
+    def get_rows(self, a: Tensor, ids: Tensor, name: str = "") -> Tensor:
+        """Rows of `a` [n, rows] at `ids` i32 [k]: f32 [n, k]. The ids are data: check them where they are set."""
+        _require(ids.type == TensorType.I32, "get_rows", "ids must be i32", a, ids)
+        _require(a.type in MATMUL_TYPES, "get_rows", "rows cannot be read in this type", a, ids)
+        fits = a.ne[2] == ids.ne[1] and a.ne[3] == ids.ne[2] and ids.ne[3] == 1
+        _require(fits, "get_rows", "the batches differ", a, ids)
+        _require(a.has_contiguous_rows, "get_rows", "rows must be contiguous", a, ids)
+        return self._named(self.base.ggml_get_rows(self._room("get_rows"), a.ptr, ids.ptr), name)
+
+    def set_rows(self, a: Tensor, rows: Tensor, ids: Tensor, name: str = "") -> Tensor:
+        """Write `rows` f32 [n, k] over the rows of `a` [n, m] at `ids` i64 [k]; gives `a`. The ids are data."""
+        _require(a.type in _SET_ROWS_TYPES, "set_rows", "rows cannot be written in this type", a, rows, ids)
+        _require(rows.type == TensorType.F32, "set_rows", "the new rows must be f32", a, rows, ids)
+        _require(ids.type == TensorType.I64, "set_rows", "ids must be i64", a, rows, ids)
+        _require(a.ne[0] == rows.ne[0] and rows.ne[1] == ids.ne[0], "set_rows", "shapes differ", a, rows, ids)
+        flat = a.ne[2:] == rows.ne[2:] == (1, 1) and ids.ne[1:] == (1, 1, 1)
+        _require(flat, "set_rows", "only two dimensions are written", a, rows, ids)
+        _require(a.has_contiguous_rows and rows.has_contiguous_rows, "set_rows", "contiguous rows", a, rows, ids)
+        return self._named(self.base.ggml_set_rows(self._room("set_rows"), a.ptr, rows.ptr, ids.ptr), name)
+
+    # ---- attention
+
+    def soft_max(self, a: Tensor, mask: Tensor, scale: float, name: str = "") -> Tensor:
+        """softmax(a * scale + mask) per row; the mask, f32 or f16, is repeated over heads."""
+        _require(a.type == TensorType.F32 and a.is_contiguous, "soft_max", "f32 and contiguous", a, mask)
+        _require(mask.type in {TensorType.F32, TensorType.F16}, "soft_max", "the mask must be f32 or f16", a, mask)
+        fits = mask.ne[0] == a.ne[0] and mask.ne[1] >= a.ne[1] and _batches_repeat(mask, a)
+        _require(fits and mask.is_contiguous, "soft_max", "the mask does not fit", a, mask)
+        _require(math.isfinite(scale), "soft_max", f"the scale must be finite, is {scale}")
+        return self._named(self.base.ggml_soft_max_ext(self._room("soft_max"), a.ptr, mask.ptr, scale, 0.0), name)
+
+    def rope(self, a: Tensor, positions: Tensor, rope: Rope, factors: Tensor | None = None, name: str = "") -> Tensor:
+        """Rotary embedding of `a` [n_rot.., heads, tokens] at `positions` i32 [tokens] (Su et al., arXiv:2104.09864)."""
+        _require(a.type in {TensorType.F32, TensorType.F16}, "rope", "f32 or f16 is needed", a)
+        _require(0 < rope.n_dims <= a.ne[0] and rope.n_dims % 2 == 0, "rope", f"{rope.n_dims} rotated dimensions", a)
+        fits = positions.type == TensorType.I32 and positions.ne == (a.ne[2], 1, 1, 1)
+        _require(fits, "rope", "one i32 position a token is needed", a, positions)
+        _require(math.isfinite(rope.base) and rope.base > 0, "rope", f"the base must be positive, is {rope.base}")
+        _require(math.isfinite(rope.scale) and rope.scale > 0, "rope", f"the scale must be positive, is {rope.scale}")
+        _require(a.has_contiguous_rows, "rope", "rows must be contiguous", a)
+        if factors is not None:
+            enough = factors.type == TensorType.F32 and factors.ne[0] >= rope.n_dims // 2
+            _require(enough, "rope", f"{rope.n_dims // 2} f32 frequency factors are needed", a, factors)
+        ptr = self.base.ggml_rope_ext(
+            self._room("rope"), a.ptr, positions.ptr, ffi.NULL if factors is None else factors.ptr, rope.n_dims,
+            rope.mode, rope.n_ctx_orig, rope.base, rope.scale, rope.ext_factor, rope.attn_factor, rope.beta_fast,
+            rope.beta_slow,
+        )  # fmt: skip
+        return self._named(ptr, name)
+
+    def flash_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, *, softcap: float = 0.0, name: str = ""
+    ) -> Tensor:
+        """softmax(q k^T scale + mask) v without the scores in memory (Dao 2023, arXiv:2307.08691).
+
+        q f32 [d, tokens, heads], k [d, rows, kv heads], v [d_v, rows, kv heads], mask f16 [rows, tokens];
+        gives f32 [d_v, heads, tokens].
+        """
+        _require(q.type == TensorType.F32, "flash_attention", "q must be f32", q, k, v, mask)
+        kv_fits = {k.type, v.type} <= _FLASH_KV_TYPES
+        _require(kv_fits, "flash_attention", "k or v has an unusable type", q, k, v, mask)
+        _require(q.ne[0] == k.ne[0], "flash_attention", "head sizes differ", q, k, v, mask)
+        _require(k.ne[1:] == v.ne[1:], "flash_attention", "k and v differ in rows or heads", q, k, v, mask)
+        grouped = q.ne[2] % k.ne[2] == 0 and q.ne[3] % k.ne[3] == 0
+        _require(grouped, "flash_attention", "query heads do not divide into groups", q, k, v, mask)
+        fits = mask.ne[0] == k.ne[1] and mask.ne[1] >= q.ne[1] and _batches_repeat(mask, q)
+        fits = fits and mask.type == TensorType.F16 and mask.is_contiguous
+        _require(fits, "flash_attention", "an f16 mask [rows, tokens] is needed", q, k, v, mask)
+        rows = q.has_contiguous_rows and k.has_contiguous_rows and v.has_contiguous_rows
+        _require(rows, "flash_attention", "rows must be contiguous", q, k, v, mask)
+        _require(math.isfinite(scale) and math.isfinite(softcap), "flash_attention", f"scale {scale}, cap {softcap}")
+        ctx = self._room("flash_attention")
+        ptr = self.base.ggml_flash_attn_ext(ctx, q.ptr, k.ptr, v.ptr, mask.ptr, scale, 0.0, softcap)
+        result = self._named(ptr, name)
+        self.base.ggml_prec_set_acc(ptr, self.base.GGML_PREC_F32)
+        return result
+
+
+def _batches_repeat(mask: Tensor, a: Tensor) -> bool:
+    return a.ne[2] % mask.ne[2] == 0 and a.ne[3] % mask.ne[3] == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """How positions are rotated into queries and keys. The YaRN terms are ggml's (Peng et al., arXiv:2309.00071)."""
+
+    n_dims: int
+    base: float
+    mode: int = ROPE_NORMAL
+    scale: float = 1.0
+    n_ctx_orig: int = 0
+    ext_factor: float = 0.0
+    attn_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
