@@ -1,7 +1,7 @@
 """Devices, their buffers, and the running of graphs on them.
 
-Owns every native handle that holds memory or computes: backends, buffers, schedulers. Each is freed once, by `free()` or
-with its last Python owner. A native null or bad status becomes a typed error here and nowhere else.
+Owns every native handle that holds memory or computes: backends, buffers, schedulers. Each is freed once, by `free()`
+or with its last Python owner. A native null or bad status becomes a typed error here and nowhere else.
 Data crosses only through `set_data` and `get_data`, which check bounds: ggml aborts on what they refuse.
 """
 
@@ -147,7 +147,7 @@ def extra_buffer_types(libraries: Libraries, device: Device) -> list[Any]:
     if address is None:
         return []
     listed = ffi.cast("ggml_backend_dev_get_extra_bufts_t", address)(device.ptr)
-    found = []
+    found: list[Any] = []
     while listed != ffi.NULL and listed[len(found)] != ffi.NULL:
         found.append(listed[len(found)])
     return found
@@ -267,7 +267,8 @@ def supports_op(libraries: Libraries, device: Device, tensor: Tensor) -> bool:
 
 
 def _check_range(tensor: Tensor, offset: int, n_bytes: int) -> None:
-    if tensor.ptr.buffer == ffi.NULL and (tensor.ptr.view_src == ffi.NULL or tensor.ptr.view_src.buffer == ffi.NULL):
+    source = tensor.ptr if tensor.ptr.view_src == ffi.NULL else tensor.ptr.view_src
+    if source.buffer == ffi.NULL:
         raise GraphError(f"{tensor!r} has no data yet")
     if offset < 0 or offset + n_bytes > tensor.span_bytes:
         raise GraphError(f"bytes {offset} to {offset + n_bytes} of {tensor!r}, which has {tensor.span_bytes}")

@@ -189,7 +189,7 @@ class GraphBuilder(TensorContext):
 
     def _elementwise(self, operation: str, a: Tensor, b: Tensor) -> None:
         _require(a.type in FLOAT_TYPES and b.type in FLOAT_TYPES, operation, "both must be floats", a, b)
-        _require(a.type == TensorType.F32 or a.type == b.type, operation, "the types do not go together", a, b)
+        _require(a.type in {TensorType.F32, b.type}, operation, "the types do not go together", a, b)
         _require(_repeats(b, a), operation, "the second does not repeat into the first", a, b)
         _require(a.has_contiguous_rows and b.has_contiguous_rows, operation, "rows must be contiguous", a, b)
 
@@ -302,7 +302,7 @@ class GraphBuilder(TensorContext):
     def concat(self, a: Tensor, b: Tensor, dim: int, name: str = "") -> Tensor:
         """a, then b, along dimension `dim`; a copy."""
         _require(dim in {0, 1, 2, 3}, "concat", f"dimension {dim}", a, b)
-        _require(a.type == b.type and (dim or a.type.block_size == 1), "concat", "types do not go together", a, b)
+        _require(a.type == b.type and (dim > 0 or a.type.block_size == 1), "concat", "types do not go together", a, b)
         alike = all(a.ne[d] == b.ne[d] for d in range(4) if d != dim)
         _require(alike, "concat", f"shapes differ outside of dimension {dim}", a, b)
         return self._named(self.base.ggml_concat(self._room("concat"), a.ptr, b.ptr, dim), name)
@@ -341,7 +341,7 @@ class GraphBuilder(TensorContext):
         return self._named(self.base.ggml_soft_max_ext(self._room("soft_max"), a.ptr, mask.ptr, scale, 0.0), name)
 
     def rope(self, a: Tensor, positions: Tensor, rope: Rope, factors: Tensor | None = None, name: str = "") -> Tensor:
-        """Rotary embedding of `a` [n_rot.., heads, tokens] at `positions` i32 [tokens] (Su et al., arXiv:2104.09864)."""
+        """Rotary embedding of `a` [head, heads, tokens] at `positions` i32 [tokens] (Su et al., arXiv:2104.09864)."""
         _require(a.type in {TensorType.F32, TensorType.F16}, "rope", "f32 or f16 is needed", a)
         _require(0 < rope.n_dims <= a.ne[0] and rope.n_dims % 2 == 0, "rope", f"{rope.n_dims} rotated dimensions", a)
         fits = positions.type == TensorType.I32 and positions.ne == (a.ne[2], 1, 1, 1)
