@@ -1,0 +1,72 @@
+"""A loaded model: its file, hyperparameters, weights and the backends that compute it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ggml_engine.ggml.backends import Backend, choose_device, cpu_device
+from ggml_engine.ggml.gguf import GGUFFile
+from ggml_engine.ggml.library import Libraries, load
+from ggml_engine.models.architecture import Architecture
+from ggml_engine.models.config import Hyperparameters, MetadataReader
+from ggml_engine.models.registry import find_architecture
+from ggml_engine.models.weights import Cancel, Progress, Weights, load_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What an executor runs. `layer_backends` has the backend of every layer; `backends` ends with the CPU."""
+
+    file: GGUFFile
+    architecture: Architecture
+    hp: Hyperparameters
+    weights: Weights
+    libraries: Libraries
+    backends: tuple[Backend, ...]
+    layer_backends: tuple[Backend, ...]
+
+    def free(self) -> None:
+        """Free weights and backends; idempotent. Executors over them must be closed."""
+        self.weights.free()
+        for backend in self.backends:
+            backend.free()
+
+
+def load_model(
+    file: GGUFFile,
+    *,
+    device: str = "auto",
+    gpu_layers: int | None = None,
+    threads: int | None = None,
+    repack: bool = True,
+    progress: Progress | None = None,
+    cancel: Cancel | None = None,
+) -> Model:
+    """Load the weights of an open file.
+
+    `device` is "auto", "cpu", "metal" or a device of ggml's; `gpu_layers` counts layers from the end, the output being
+    one more (default: all, where the device is no CPU). Everything is checked before memory is taken. Raises
+    ModelError and its kinds, DeviceError, OptionError, AllocationError, CancelledError.
+    """
+    libraries = load()
+    architecture = find_architecture(file)
+    hp = architecture.hyperparameters(MetadataReader(file, architecture.name))
+    chosen = choose_device(libraries, device)
+    n_offloaded = 0 if chosen.kind == "cpu" else hp.n_layer + 1 if gpu_layers is None else min(gpu_layers, hp.n_layer + 1)
+    weights = load_weights(
+        libraries,
+        file,
+        architecture.tensors(hp),
+        device=chosen,
+        n_layer=hp.n_layer,
+        gpu_layers=n_offloaded,
+        repack=repack,
+        progress=progress,
+        cancel=cancel,
+    )
+    cpu = Backend(libraries, cpu_device(libraries), threads)
+    on_device = cpu if chosen.kind == "cpu" else Backend(libraries, chosen)
+    first = hp.n_layer + 1 - n_offloaded
+    layer_backends = tuple(on_device if il >= first else cpu for il in range(hp.n_layer))
+    backends = (cpu,) if on_device is cpu else (on_device, cpu)
+    return Model(file, architecture, hp, weights, libraries, backends, layer_backends)
