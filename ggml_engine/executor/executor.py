@@ -1,0 +1,201 @@
+"""`GgmlExecutor`: turns a batch into logits.
+
+Owns the cell cache, the graphs and the order of a step: declare, place, grow, fill, compute, commit. Everything that
+touches ggml runs on the caller's thread; one thread at a time. Knows no sampling and no text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ggml_engine.errors import InputError, OptionError
+from ggml_engine.executor.batch import Batch
+from ggml_engine.executor.graph_cache import GraphCache, ReadyGraph
+from ggml_engine.executor.inputs import GraphInputs, GraphKey, check_tokens
+from ggml_engine.ggml.backends import Graph, get_data
+from ggml_engine.ggml.ops import GraphBuilder
+from ggml_engine.models.attention import AttentionForm
+from ggml_engine.models.blocks import ModelGraph
+from ggml_engine.models.model import Model
+from ggml_engine.pool.cell_cache import GgmlCellCache
+from ggml_engine.pool.kv_pool import VLayout, kv_type
+
+_NODES_PER_LAYER = 64  # an upper bound for every architecture here; a graph that needs more is refused, not cut
+_NODES_BESIDE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorOptions:
+    """How a model is executed.
+
+    `capacity` is in cells. `attention` "auto" takes what is fast on the device: on a CPU the matmul form over V in
+    columns, elsewhere flash attention over V in rows. `max_graph_bytes` bounds the working memory kept beside the
+    newest graph's.
+    """
+
+    capacity: int = 4096
+    max_batch_tokens: int = 512
+    attention: Literal["auto", "flash", "matmul"] = "auto"
+    v_layout: Literal["auto", "rows", "columns"] = "auto"
+    k_type: str = "f16"
+    v_type: str = "f16"
+    max_graphs: int = 32
+    max_graph_bytes: int = 256 << 20
+    run: int = 64
+    read_block: int = 256
+
+    def __post_init__(self) -> None:
+        if self.attention not in {"auto", "flash", "matmul"}:
+            raise OptionError(f"attention is auto, flash or matmul, asked for {self.attention!r}")
+        if self.v_layout not in {"auto", "rows", "columns"}:
+            raise OptionError(f"v_layout is auto, rows or columns, asked for {self.v_layout!r}")
+        if self.attention == "flash" and self.v_layout == "columns":
+            raise OptionError("attention 'flash' reads V in rows: it cannot go with v_layout 'columns'")
+        for name in ("capacity", "max_batch_tokens", "max_graphs", "run", "read_block"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise OptionError(f"{name} must be a positive integer, is {value!r}")
+
+    def resolve(self, device_kind: str) -> tuple[AttentionForm, VLayout]:
+        """The form and layout that "auto" stands for on a kind of device."""
+        form = self.attention
+        if form == "auto":
+            form = "matmul" if self.v_layout == "columns" or (device_kind == "cpu" and self.v_layout != "rows") else "flash"
+        layout = self.v_layout
+        if layout == "auto":
+            layout = "rows" if form == "flash" else "columns"
+        return AttentionForm(form), layout
+
+
+class GgmlExecutor:
+    """Runs a model's steps over a cell cache."""
+
+    def __init__(self, model: Model, options: ExecutorOptions | None = None) -> None:
+        self.options = options or ExecutorOptions()
+        self.model = model
+        self.form, layout = self.options.resolve(model.layer_backends[-1].device.kind)
+        self.cache = GgmlCellCache(
+            model.libraries,
+            model.hp.kv_layers(),
+            model.layer_backends,
+            self.options.capacity,
+            k_type=kv_type(self.options.k_type),
+            v_type=kv_type(self.options.v_type),
+            v_layout=layout,
+            run=self.options.run,
+            read_block=self.options.read_block,
+        )
+        self.graphs = GraphCache(self._build, self.options.max_graphs, self.options.max_graph_bytes)
+        self.n_forwarded = 0
+        self.n_rows_read = 0
+
+    # ---- sequences
+
+    def open(self) -> int:
+        """A new, empty sequence."""
+        return self.cache.open()
+
+    def close(self, sequence: int) -> None:
+        """Drop a sequence; cells that nobody else owns are free again."""
+        self.cache.close(sequence)
+
+    def clone(self, source: int, upto: int) -> int:
+        """A new sequence that shares the first `upto` positions of `source`; nothing is copied."""
+        return self.cache.clone(source, upto)
+
+    def rewind(self, sequence: int, to: int) -> None:
+        """Drop what a sequence holds from position `to` on."""
+        self.cache.rewind(sequence, to)
+
+    def length(self, sequence: int) -> int:
+        """Committed positions of a sequence."""
+        return self.cache.length(sequence)
+
+    # ---- steps
+
+    def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """Compute one step: logits f32 [outputs, n_vocab], in batch order.
+
+        Raises InputError for unusable tokens and the kinds of CacheError for a step that cannot be, with nothing
+        changed; ComputeError leaves the step's cells claimed until its sequences are rewound or closed.
+        """
+        self._check(batch)
+        step = self.cache.declare(batch.sequences)
+        placement = step.place(step.positions if batch.positions is None else batch.positions)
+        if self.cache.pool.must_grow(placement.extent):
+            self.graphs.clear()
+            self.cache.pool.grow(placement.extent)
+        ready = self.graphs.get(GraphKey.of(batch, placement))
+        ready.inputs.fill(batch, placement)
+        ready.graph.compute()
+        logits = self._read(ready, batch.n_outputs)
+        placement.commit()
+        self.n_forwarded += batch.n_tokens
+        self.n_rows_read += sum(placement.rows_read)
+        return logits
+
+    def _check(self, batch: Batch) -> None:
+        if not 0 < batch.n_tokens <= self.options.max_batch_tokens:
+            limit = self.options.max_batch_tokens
+            raise InputError(f"a step has 1 to {limit} tokens (max_batch_tokens), this one has {batch.n_tokens}")
+        if not batch.tokens.size == batch.sequences.size == batch.wants_logits.size:
+            raise InputError(
+                f"a batch of {batch.tokens.size} tokens, {batch.sequences.size} sequences and "
+                f"{batch.wants_logits.size} marks"
+            )
+        check_tokens(batch.tokens, self.model.hp.n_vocab)
+
+    def _read(self, ready: ReadyGraph, n_outputs: int) -> npt.NDArray[np.float32]:
+        logits = np.empty((n_outputs, self.model.hp.n_vocab), np.float32)
+        if ready.logits is not None:
+            get_data(self.model.libraries, ready.logits, logits)
+        return logits
+
+    def _build(self, key: GraphKey) -> ReadyGraph:
+        hp = self.model.hp
+        n_joins = 2 * sum(len(spans) for spans in key.reads)  # views and joins of K and V
+        max_tensors = hp.n_layer * (_NODES_PER_LAYER + 2 * n_joins) + _NODES_BESIDE
+        b = GraphBuilder(self.model.libraries, max_tensors, len(self.model.weights) + 2 * hp.n_layer)
+        try:
+            inputs = GraphInputs(b, key, self.cache, hp.n_vocab)
+            g = ModelGraph(
+                b,
+                hp,
+                self.model.weights,
+                inputs.tokens,
+                inputs.positions,
+                inputs.outputs,
+                key.n_outputs,
+                inputs,
+                self.form,
+            )
+            logits = self.model.architecture.graph(g)
+            if logits is not None:
+                b.output(logits, "result_logits")
+            name = f"{hp.architecture} graph of {key.n_tokens} tokens over rows {key.reads}"
+            return ReadyGraph(Graph(b, self.model.backends, name), inputs, logits)
+        except BaseException:
+            b.free()
+            raise
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start: tokens forwarded, rows read, graphs, cells, bytes."""
+        return {
+            "tokens_forwarded": self.n_forwarded,
+            "rows_read": self.n_rows_read,
+            "graphs_built": self.graphs.n_built,
+            "graphs_reused": self.graphs.n_reused,
+            "cells_used": self.cache.used_cells,
+            "cells_capacity": self.cache.capacity,
+            "kv_bytes": self.cache.pool.n_bytes,
+            "graph_bytes": self.graphs.working_bytes,
+        }
+
+    def close_all(self) -> None:
+        """Free graphs and pool; idempotent. The model stays."""
+        self.graphs.clear()
+        self.cache.free()

@@ -1,0 +1,68 @@
+"""Built graphs by shape, the least recently used dropped first.
+
+A graph keeps its working memory, so the cache is bounded twice: in graphs, and in bytes of working memory (the newest
+one always stays). Dropped whole when the pool's tensors change.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ggml_engine.executor.inputs import GraphInputs, GraphKey
+from ggml_engine.ggml.backends import Graph
+from ggml_engine.ggml.ops import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyGraph:
+    """A graph with its inputs and its result (None where no logits are wanted)."""
+
+    graph: Graph
+    inputs: GraphInputs
+    logits: Tensor | None
+
+
+class GraphCache:
+    """Graphs that are ready to run, by key."""
+
+    def __init__(self, build: Callable[[GraphKey], ReadyGraph], max_graphs: int, max_bytes: int) -> None:
+        self._build = build
+        self._max_graphs = max_graphs
+        self._max_bytes = max_bytes
+        self._ready: OrderedDict[GraphKey, ReadyGraph] = OrderedDict()
+        self.n_built = 0
+        self.n_reused = 0
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    @property
+    def working_bytes(self) -> int:
+        """Working memory of all graphs held."""
+        return sum(ready.graph.working_bytes for ready in self._ready.values())
+
+    def get(self, key: GraphKey) -> ReadyGraph:
+        """The graph of this shape, built if there is none."""
+        ready = self._ready.get(key)
+        if ready is not None:
+            self._ready.move_to_end(key)
+            self.n_reused += 1
+            return ready
+        self._make_room()
+        ready = self._build(key)
+        self._ready[key] = ready
+        self.n_built += 1
+        return ready
+
+    def _make_room(self) -> None:
+        while self._ready and (len(self._ready) >= self._max_graphs or self.working_bytes > self._max_bytes):
+            _, oldest = self._ready.popitem(last=False)
+            oldest.graph.free()
+
+    def clear(self) -> None:
+        """Drop all graphs."""
+        for ready in self._ready.values():
+            ready.graph.free()
+        self._ready.clear()
