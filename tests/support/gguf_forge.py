@@ -1,15 +1,13 @@
-"""Writes GGUF files byte by byte, right or wrong, for tests. Shares nothing with the parser, so that both cannot err alike.
+"""Writes GGUF files byte by byte, right or wrong, for tests. Shares nothing with the parser: both cannot err alike.
 
     forge = GGUFForge()
-    forge.put("general.architecture", "llama")
-    forge.put("llama.block_count", 2)                      # int: u32, float: f32, bool, str, bytes, list, numpy array
-    forge.put("llama.rope.scale", 2.0, kind=FLOAT64)       # or any type of value, by number
-    forge.tensor("output.weight", numpy_array)             # f32, f16, f64 or integers, shape as numpy has it
-    forge.tensor("w", shape=(32, 2), kind=2, data=bytes(36))   # or anything, shape in GGUF order (ne0 first)
+    forge.put("llama.block_count", 2)  # int: u32, float: f32, bool, str, bytes, list, numpy array; or kind=FLOAT64
+    forge.tensor("output.weight", numpy_array)  # floats or integers, shape as numpy has it
+    forge.tensor("w", shape=(32, 2), kind=2, data=bytes(36))  # anything, shape in GGUF order (ne0 first)
     path = forge.write(tmp_path / "m.gguf")
 
 `build()` gives an `Image`: the bytes and the place of each field ("n_kv", "kv.<key>.value", "tensor.<name>.offset", ...),
-so that a test can `overwrite` one. Everything that a file says can be made a lie: `n_kv`, `n_tensors`, `version`, `magic`.
+so that a test can `overwrite` one. Everything a file says can be a lie: `n_kv`, `n_tensors`, `version`, `magic`.
 """
 
 from __future__ import annotations
