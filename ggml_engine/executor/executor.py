@@ -64,7 +64,11 @@ class ExecutorOptions:
         """The form and layout that "auto" stands for on a kind of device."""
         form = self.attention
         if form == "auto":
-            form = "matmul" if self.v_layout == "columns" or (device_kind == "cpu" and self.v_layout != "rows") else "flash"
+            form = (
+                "matmul"
+                if self.v_layout == "columns" or (device_kind == "cpu" and self.v_layout != "rows")
+                else "flash"
+            )
         layout = self.v_layout
         if layout == "auto":
             layout = "rows" if form == "flash" else "columns"

@@ -78,9 +78,7 @@ class ModelGraph:
         self.kv.write(il, k2, v2)  # before the read, which looks at the same memory
         if self.n_outputs == 0 and il == self.hp.n_layer - 1:
             return None
-        mixed = attend(
-            self.b, q, self.kv.read(il, self.hp.n_head_kv[il]), self.form, scale, softcap, f"blk.{il}.attn"
-        )
+        mixed = attend(self.b, q, self.kv.read(il, self.hp.n_head_kv[il]), self.form, scale, softcap, f"blk.{il}.attn")
         return self.linear(mixed, f"blk.{il}.attn_output")
 
     def only_outputs(self, x: Tensor) -> Tensor:

@@ -52,7 +52,9 @@ def load_model(
     architecture = find_architecture(file)
     hp = architecture.hyperparameters(MetadataReader(file, architecture.name))
     chosen = choose_device(libraries, device)
-    n_offloaded = 0 if chosen.kind == "cpu" else hp.n_layer + 1 if gpu_layers is None else min(gpu_layers, hp.n_layer + 1)
+    n_offloaded = (
+        0 if chosen.kind == "cpu" else hp.n_layer + 1 if gpu_layers is None else min(gpu_layers, hp.n_layer + 1)
+    )
     weights = load_weights(
         libraries,
         file,

@@ -187,7 +187,9 @@ class GgmlKvPool:
         storage = self._storage[layer]
         k = self._join(b, [self._row_heads(b, storage.k, n_head, span, f"blk.{layer}.k") for span in spans], 1)
         if self.v_layout == "rows":
-            return k, self._join(b, [self._row_heads(b, storage.v, n_head, span, f"blk.{layer}.v") for span in spans], 1)
+            return k, self._join(
+                b, [self._row_heads(b, storage.v, n_head, span, f"blk.{layer}.v") for span in spans], 1
+            )
         columns = [self._column_heads(b, storage.v, n_head, span, f"blk.{layer}.v") for span in spans]
         return k, self._join(b, columns, 0)
 
