@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ggml_engine.errors import InputError
 from ggml_engine.executor.batch import Batch
-from ggml_engine.ggml.backends import set_data
+from ggml_engine.ggml.backends import has_data, set_data
 from ggml_engine.ggml.ops import GraphBuilder, Tensor
 from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.attention import KvRows
@@ -88,7 +88,7 @@ class GraphInputs:
         for width, tensor in self._v_rows.items():
             set_data(libraries, tensor, self._cache.pool.v_row_ids(placement.cells, width))
         for tensor, data, read in zip(self._masks, self._mask_data, placement.reads, strict=True):
-            if tensor.ptr.data == 0:  # no layer reads through this window
+            if not has_data(tensor):  # no layer of this graph reads through the window
                 continue
             read.fill_mask(data)
             set_data(libraries, tensor, data)

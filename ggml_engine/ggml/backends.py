@@ -271,9 +271,14 @@ def supports_op(libraries: Libraries, device: Device, tensor: Tensor) -> bool:
     return bool(libraries.base.ggml_backend_dev_supports_op(device.ptr, tensor.ptr))
 
 
-def _check_range(tensor: Tensor, offset: int, n_bytes: int) -> None:
+def has_data(tensor: Tensor) -> bool:
+    """Whether the tensor lies in memory; inputs that a graph does not use have none."""
     source = tensor.ptr if tensor.ptr.view_src == ffi.NULL else tensor.ptr.view_src
-    if source.buffer == ffi.NULL:
+    return bool(source.buffer != ffi.NULL)
+
+
+def _check_range(tensor: Tensor, offset: int, n_bytes: int) -> None:
+    if not has_data(tensor):
         raise GraphError(f"{tensor!r} has no data yet")
     if offset < 0 or offset + n_bytes > tensor.span_bytes:
         raise GraphError(f"bytes {offset} to {offset + n_bytes} of {tensor!r}, which has {tensor.span_bytes}")
