@@ -155,6 +155,8 @@ class Walk:
             assert len(set(cells)) == len(cells)
             assert all(cell % cache.run == position % cache.run for position, cell in enumerate(cells))  # R73
             self._check_admission(sequence)
+        for n in (0, 1, cache.run, cache.free_cells):
+            assert cache.can_extend(n) == model.fits(list(range(n)))
         for cell, bits in enumerate(model.owners):
             assert cache.owners(cell) == tuple(s for s in model.held if bits >> s & 1)
             if bits:
@@ -162,10 +164,9 @@ class Walk:
 
     def _check_admission(self, sequence: int) -> None:
         length = self.model.committed[sequence]
-        for n in (0, 1, 2, self.geometry.run, self.cache.free_cells, self.cache.free_cells + 1):
+        for n in (1, self.cache.free_cells):
             fits = self.model.fits(list(range(length, length + n)))
             assert self.cache.can_extend(n, sequence) == (fits and not self.is_claimed(sequence))
-            assert self.cache.can_extend(n) == self.model.fits(list(range(n)))
 
     def _check_placement(self, placement: Placement, tokens: list[int], positions: list[int]) -> None:
         assert placement.sequences.tolist() == tokens
@@ -178,9 +179,7 @@ class Walk:
             rows = read.rows().tolist()
             assert len(rows) == read.n_rows == sum(n for _, n in read.spans)
             assert rows == sorted(set(rows))
-            seen = set[int]().union(
-                *(self.model.visible(s, p, window) for s, p in zip(tokens, positions, strict=True))
-            )
+            seen = set[int]().union(*(self.model.visible(s, p, window) for s, p in zip(tokens, positions, strict=True)))
             assert read.n_visible == len(seen)
             self._check_rows_read(read.n_rows, seen)
             highest = max(highest, rows[-1])

@@ -57,11 +57,12 @@ class NaiveCells:
         return sum(bits != 0 for bits in self.owners)
 
     def fits(self, positions: list[int]) -> bool:
-        for residue in range(self.run):
-            needed = sum(position % self.run == residue for position in positions)
-            if needed > sum(self.is_free(cell) for cell in range(residue, self.capacity, self.run)):
-                return False
-        return True
+        room = [0] * self.run
+        for cell in range(self.capacity):
+            room[cell % self.run] += self.is_free(cell)
+        for position in positions:
+            room[position % self.run] -= 1
+        return min(room) >= 0
 
     def place(self, tokens: list[int]) -> list[int]:
         """Claims a cell for every token (named by its sequence); sequences are served in ascending order."""

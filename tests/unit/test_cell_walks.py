@@ -65,7 +65,7 @@ class CellCacheMachine(RuleBasedStateMachine):
 
 
 CellCacheMachine.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=15, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
@@ -74,9 +74,8 @@ class TestCellCacheAgreesWithTheNaiveModel(CellCacheMachine.TestCase):  # R74
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1), ids="seed={}".format)
 def test_a_random_walk_agrees_with_the_naive_model(geometry: Geometry, seed: int) -> None:  # R71 R73 R74
-    print(f"seed {seed}")
     walk = random_walk(geometry, seed, 40)
     for sequence in walk.open_sequences:
         walk.close(sequence)
@@ -84,9 +83,8 @@ def test_a_random_walk_agrees_with_the_naive_model(geometry: Geometry, seed: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1_000, 1_300))
+@pytest.mark.parametrize("seed", range(1_000, 1_300), ids="seed={}".format)
 def test_a_long_random_walk_agrees_with_the_naive_model(seed: int) -> None:  # R71 R73 R74
-    print(f"seed {seed}")
     walk = random_walk(GEOMETRIES[seed % len(GEOMETRIES)], seed, 100)
     for sequence in walk.open_sequences:
         walk.close(sequence)
