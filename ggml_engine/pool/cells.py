@@ -1,0 +1,509 @@
+"""The cell cache: who owns which cell of the pool, and which cells a step gets.
+
+Owns: per sequence a table of cells in position order, per cell a count of owners; declared, placed, committed steps.
+Does not know: tensors, ggml, layers, token ids, threads (one thread at a time uses a cache).
+Invariants: a cell is free exactly when no sequence owns it; free + used == capacity; a cell is congruent to its
+position modulo the run; a clone copies no cell and a sliding window forgets none; a call that raises has changed
+nothing; no cost grows with the number of open sequences.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ggml_engine.errors import (
+    CacheError,
+    OptionError,
+    PoolFullError,
+    PositionError,
+    StepError,
+    UnknownSequenceError,
+)
+from ggml_engine.pool.cell_table import CellTable
+from ggml_engine.pool.read_plan import ReadGeometry, VisibleCells, WindowRead, plan_read
+
+# Cells are indices of rows, which ggml takes as i32.
+_MAX_CELLS = 2**31 - 1
+
+
+class BatchControl(Protocol):
+    """The face of a cache that the control plane uses: lifecycle of sequences and admission, no tensors.
+
+    Sequences are named by integers that are never issued twice. Positions count committed tokens. Every refusal is a
+    `CacheError`, and has changed nothing.
+    """
+
+    @property
+    def capacity(self) -> int:
+        """How many cells there are."""
+
+    @property
+    def free_cells(self) -> int:
+        """How many cells no sequence owns."""
+
+    @property
+    def used_cells(self) -> int:
+        """How many cells some sequence owns; a shared cell counts once."""
+
+    def open(self) -> int:
+        """Opens an empty sequence and returns its id."""
+
+    def close(self, sequence: int) -> None:
+        """Closes a sequence; its cells become free where nobody else owns them."""
+
+    def clone(self, source: int, upto: int) -> int:
+        """Opens a sequence that shares the first `upto` committed cells of `source`, and returns its id."""
+
+    def rewind(self, sequence: int, to: int) -> None:
+        """Drops everything from position `to` on, claimed cells included."""
+
+    def length(self, sequence: int) -> int:
+        """How many positions of the sequence are committed."""
+
+    def can_extend(self, n_tokens: int, sequence: int | None = None) -> bool:
+        """Whether a step of `n_tokens` of this sequence (None: of a new one) would be admitted now."""
+
+
+class _Sequence:
+    """A sequence's own cells in position order; those from `length` on are claimed by `claim`, not committed."""
+
+    __slots__ = ("_table", "claim", "id", "length", "n_cells", "revision")
+
+    def __init__(self, sequence_id: int, table: npt.NDArray[np.int32]) -> None:
+        self.id = sequence_id
+        self._table = table
+        self.n_cells = table.size
+        self.length = table.size
+        self.claim: object | None = None
+        self.revision = 0  # changes whenever a step declared before can no longer be placed
+
+    @property
+    def cells(self) -> npt.NDArray[np.int32]:
+        return self._table[: self.n_cells]
+
+    def reserve(self, n: int) -> None:
+        """Makes room for `n` more cells; doubling keeps the cost of a decoded token constant."""
+        needed = self.n_cells + n
+        if needed > self._table.size:
+            table = np.empty(max(needed, 2 * self._table.size, 64), np.int32)
+            table[: self.n_cells] = self.cells
+            self._table = table
+
+    def append(self, cell: int, n: int) -> None:
+        """Adds the cells `cell`, `cell + 1`, ...; room was reserved."""
+        self._table[self.n_cells : self.n_cells + n] = np.arange(cell, cell + n, dtype=np.int32)
+        self.n_cells += n
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Extension:
+    """The tokens of one sequence in a step: where they stand in the batch, and the sequence's revision at `declare`."""
+
+    sequence: _Sequence
+    tokens: slice | npt.NDArray[np.int64]
+    n_tokens: int
+    revision: int
+
+
+class CellCache:
+    """Many sequences over one pool of cells, without a tensor: implements `BatchControl`, and plans steps.
+
+    `capacity` is in cells and is rounded up to a whole run. `windows` are the distinct windows of the model's layers in
+    tokens, 0 for layers that see everything. `run` is the alignment of cells (a position's cell is congruent to it
+    modulo `run`: that makes results independent of placement), `read_block` is what reads are rounded to; one of the
+    two divides the other. Raises OptionError for values that are not possible, before anything is allocated.
+    """
+
+    def __init__(self, capacity: int, windows: Sequence[int] = (0,), *, run: int = 64, read_block: int = 256) -> None:
+        capacity = _checked_option(capacity, "capacity", 1)
+        run = _checked_option(run, "run", 1)
+        read_block = _checked_option(read_block, "read_block", 1)
+        self._windows = tuple(_checked_option(window, "a window", 0) for window in windows)
+        if not self._windows or len(set(self._windows)) < len(self._windows):
+            raise OptionError(f"windows must be distinct and at least one, got {self._windows}")
+        if run % read_block and read_block % run:
+            raise OptionError(f"one of run and read_block must divide the other, got {run} and {read_block}")
+        rounded = -(-capacity // run) * run
+        if rounded > _MAX_CELLS:
+            raise OptionError(f"capacity {capacity} in runs of {run} is {rounded} cells, at most {_MAX_CELLS} exist")
+        self._table = CellTable(rounded, run)
+        self._geometry = ReadGeometry(run, read_block, rounded)
+        self._sequences: dict[int, _Sequence] = {}
+        self._next_id = 0
+
+    # The control plane's face.
+
+    @property
+    def capacity(self) -> int:
+        """How many cells there are: the capacity asked for, rounded up to a whole run."""
+        return self._table.capacity
+
+    @property
+    def free_cells(self) -> int:
+        """How many cells no sequence owns."""
+        return self._table.capacity - self._table.n_used
+
+    @property
+    def used_cells(self) -> int:
+        """How many cells some sequence owns, claimed ones included; a shared cell counts once."""
+        return self._table.n_used
+
+    def open(self) -> int:
+        """Opens an empty sequence and returns its id, which was never issued before."""
+        return self._register(np.empty(0, np.int32))
+
+    def close(self, sequence: int) -> None:
+        """Closes a sequence; its cells, claimed ones included, become free where nobody else owns them.
+
+        Raises UnknownSequenceError.
+        """
+        found = self._find(sequence)
+        del self._sequences[found.id]
+        found.revision += 1
+        self._drop_from(found, 0)
+
+    def clone(self, source: int, upto: int) -> int:
+        """Opens a sequence that shares the cells of positions [0, upto) of `source`, and returns its id.
+
+        Adds an owner to those cells: no K or V is copied and no free cell is needed. Raises UnknownSequenceError, and
+        PositionError unless 0 <= upto <= length(source).
+        """
+        found = self._find(source)
+        upto = _checked_position(upto, found)
+        cells = found.cells[:upto].copy()
+        self._table.share(cells)
+        return self._register(cells)
+
+    def rewind(self, sequence: int, to: int) -> None:
+        """Drops the cells from position `to` on, claimed ones included; they become free where nobody else owns them.
+
+        Raises UnknownSequenceError, and PositionError unless 0 <= to <= length(sequence).
+        """
+        found = self._find(sequence)
+        self._drop_from(found, _checked_position(to, found))
+
+    def length(self, sequence: int) -> int:
+        """How many positions of the sequence are committed. Raises UnknownSequenceError."""
+        return self._find(sequence).length
+
+    def can_extend(self, n_tokens: int, sequence: int | None = None) -> bool:
+        """Whether `declare` would admit a step of `n_tokens` of this sequence now; None asks for a new sequence.
+
+        False too when a step of the sequence was placed and not committed. Raises UnknownSequenceError, and StepError
+        for a negative number of tokens.
+        """
+        n_tokens = _checked_count(n_tokens)
+        found = None if sequence is None else self._find(sequence)
+        if n_tokens > self.free_cells or (found is not None and found.claim is not None):
+            return False
+        length = 0 if found is None else found.length
+        return self._table.count_missing(np.arange(length, length + n_tokens)) == 0
+
+    # The planner's face.
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The windows that every placement has a read for, in this order."""
+        return self._windows
+
+    @property
+    def run(self) -> int:
+        """How many cells a run has."""
+        return self._table.run
+
+    def declare(self, sequences: npt.ArrayLike) -> Step:
+        """Admits a step; `sequences` is the sequence of every token in batch order, integers [n_tokens].
+
+        Tokens of different sequences may interleave. What is admitted cannot fail for space. Changes nothing. Raises
+        UnknownSequenceError, PoolFullError when the cells that these tokens need are not free, and StepError when the
+        array is not a list of at least one integer, or when a sequence has cells of a step that was not committed.
+        """
+        ids = _checked_integers(sequences, "the sequences of a step", StepError)
+        if ids.size == 0:
+            raise StepError("a step needs at least one token")
+        extensions = []
+        expected = np.empty(ids.size, np.int64)
+        for sequence_id, tokens, n_tokens in _group_by_sequence(ids):
+            found = self._find(sequence_id)
+            if found.claim is not None:
+                raise StepError(
+                    f"sequence {found.id} holds {found.n_cells - found.length} cells of a step that was not committed: "
+                    f"rewind it to {found.length} or less, or close it, before it is declared again"
+                )
+            extensions.append(_Extension(found, tokens, n_tokens, found.revision))
+            expected[tokens] = np.arange(found.length, found.length + n_tokens)
+        n_missing = self._table.count_missing(expected)
+        if n_missing:
+            raise PoolFullError(ids.size, ids.size - n_missing, self.capacity)
+        return Step(self, ids, expected, tuple(extensions))
+
+    # For people who check engines.
+
+    @property
+    def open_sequences(self) -> tuple[int, ...]:
+        """The ids of all open sequences, oldest first."""
+        return tuple(self._sequences)
+
+    def owners(self, cell: int) -> tuple[int, ...]:
+        """The sequences that hold a cell, oldest first; looks at every open sequence. Raises CacheError for no cell."""
+        cell = self._checked_cell(cell)
+        position = int(self._table.positions[cell])
+        return tuple(
+            sequence.id
+            for sequence in self._sequences.values()
+            if sequence.n_cells > position and sequence.cells[position] == cell
+        )
+
+    def cells_of(self, sequence: int) -> npt.NDArray[np.int64]:
+        """The cell of every position of a sequence, claimed ones included, i64. Raises UnknownSequenceError."""
+        return self._find(sequence).cells.astype(np.int64)
+
+    def position_of(self, cell: int) -> int:
+        """The position that a used cell holds, the same for all owners. Raises CacheError for a free cell or none."""
+        cell = self._checked_cell(cell)
+        if self._table.is_free(cell):
+            raise CacheError(f"cell {cell} is free and has no position")
+        return int(self._table.positions[cell])
+
+    # What the faces above are made of.
+
+    def _checked_cell(self, cell: int) -> int:
+        cell = _checked_int(cell, "a cell", CacheError)
+        if not 0 <= cell < self.capacity:
+            raise CacheError(f"there is no cell {cell}, the pool has {self.capacity}")
+        return cell
+
+    def _find(self, sequence: int) -> _Sequence:
+        found = self._sequences.get(_checked_int(sequence, "a sequence", UnknownSequenceError))
+        if found is None:
+            raise UnknownSequenceError(f"no open sequence has the id {sequence} ({len(self._sequences)} are open)")
+        return found
+
+    def _register(self, cells: npt.NDArray[np.int32]) -> int:
+        sequence = _Sequence(self._next_id, cells)
+        self._sequences[sequence.id] = sequence
+        self._next_id += 1
+        return sequence.id
+
+    def _drop_from(self, sequence: _Sequence, to: int) -> None:
+        """Gives up the cells from position `to` on (at most the committed length), and any claim with them."""
+        sequence.claim = None
+        dropped = sequence.cells[to:]
+        if dropped.size:
+            sequence.n_cells = sequence.length = to
+            sequence.revision += 1
+            self._table.release(dropped)
+
+    def _place(self, step: Step) -> Placement:
+        """Claims the cells of an admitted step whose positions were checked: all of them, or none when it raises."""
+        n_missing = self._table.count_missing(step.positions)
+        if n_missing:
+            raise StepError(
+                f"the step is stale: of the {step.positions.size} cells that it needs, {n_missing} were taken since "
+                f"it was declared"
+            )
+        claim = object()
+        for extension in step.extensions:
+            extension.sequence.reserve(extension.n_tokens)
+        begun = []
+        try:
+            for extension in step.extensions:
+                begun.append(extension.sequence)
+                extension.sequence.claim = claim
+                self._claim_cells(extension.sequence, extension.n_tokens)
+            placement = self._plan(step, claim)
+        except BaseException:
+            for sequence in begun:
+                self._drop_from(sequence, sequence.length)
+            raise
+        for sequence in begun:
+            sequence.revision += 1
+        return placement
+
+    def _claim_cells(self, sequence: _Sequence, n_tokens: int) -> None:
+        end = sequence.n_cells + n_tokens
+        while sequence.n_cells < end:
+            position = sequence.n_cells
+            previous = int(sequence.cells[-1]) if position else None
+            cell = self._table.find_cell(position, previous)
+            n = self._table.claim_from(cell, position, end - position)
+            sequence.append(cell, n)
+
+    def _plan(self, step: Step, claim: object) -> Placement:
+        cells = np.empty(step.positions.size, np.int64)
+        for extension in step.extensions:
+            cells[extension.tokens] = extension.sequence.cells[extension.sequence.length :]
+        reads = []
+        for window in self._windows:
+            visible = [_visible_cells(extension, window) for extension in step.extensions]
+            reads.append(plan_read(window, visible, cells.size, self._geometry))
+        return Placement(
+            sequences=step.sequences,
+            positions=step.positions.astype(np.int32),
+            cells=cells,
+            extent=max(lo + n for read in reads for lo, n in read.spans),
+            reads=tuple(reads),
+            _held=tuple(extension.sequence for extension in step.extensions),
+            _claim=claim,
+        )
+
+
+class Step:
+    """An admitted step. Made by `CellCache.declare` only; `place` turns it into a `Placement`, once."""
+
+    __slots__ = ("_cache", "_is_placed", "extensions", "positions", "sequences")
+
+    def __init__(
+        self,
+        cache: CellCache,
+        sequences: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        extensions: tuple[_Extension, ...],
+    ) -> None:
+        self._cache = cache
+        self._is_placed = False
+        self.sequences = sequences  # i64 [n_tokens], read-only
+        self.positions = positions  # i64 [n_tokens], read-only: where each token has to stand
+        self.extensions = extensions
+        sequences.setflags(write=False)
+        positions.setflags(write=False)
+
+    def place(self, positions: npt.ArrayLike) -> Placement:
+        """Claims a cell for every token: all or none. `positions` are integers [n_tokens], in batch order.
+
+        Raises PositionError when a position does not continue its sequence (the step can still be placed), and
+        StepError when the step was placed before, or is stale: since it was declared, one of its sequences has moved or
+        was closed, or another step took the cells.
+        """
+        if self._is_placed:
+            raise StepError("the step was placed before")
+        for extension in self.extensions:
+            if extension.sequence.revision != extension.revision:
+                raise StepError(
+                    f"the step is stale: sequence {extension.sequence.id} has changed since it was declared"
+                )
+        given = _checked_integers(positions, "the positions of a step", PositionError)
+        if given.shape != self.positions.shape:
+            raise PositionError(f"the step has {self.positions.size} tokens, {given.size} positions were given")
+        wrong = np.flatnonzero(given != self.positions)
+        if wrong.size:
+            token = int(wrong[0])
+            raise PositionError(
+                f"token {token} (sequence {self.sequences[token]}) was given position {given[token]}, "
+                f"its sequence continues at {self.positions[token]}"
+            )
+        placement = self._cache._place(self)
+        self._is_placed = True
+        return placement
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """The cells and the read plan that a step got. Arrays are in batch order; they are not to be written to.
+
+    `cells` are the pool rows to write, `extent` is one past the highest cell that the step reads or writes, padding
+    included, and `reads` has one entry per window of the cache. Until it is committed, rewound or closed, the sequences
+    of the step cannot be declared again.
+    """
+
+    sequences: npt.NDArray[np.int64]  # [n_tokens]
+    positions: npt.NDArray[np.int32]  # [n_tokens]
+    cells: npt.NDArray[np.int64]  # [n_tokens]
+    extent: int
+    reads: tuple[WindowRead, ...]
+    _held: tuple[_Sequence, ...]
+    _claim: object
+
+    @property
+    def rows_read(self) -> tuple[int, ...]:
+        """How many rows of the pool each window reads, padding included."""
+        return tuple(read.n_rows for read in self.reads)
+
+    def commit(self) -> None:
+        """Counts the placed tokens into the lengths of their sequences.
+
+        Raises StepError, and commits nothing, when it was committed before or when one of its sequences was rewound or
+        closed since: what is left of the step is then freed by rewinding or closing the others.
+        """
+        lost = [sequence.id for sequence in self._held if sequence.claim is not self._claim]
+        if lost:
+            raise StepError(
+                f"the placement holds no claim on sequences {lost}: committed before, or rewound or closed since"
+            )
+        for sequence in self._held:
+            sequence.length = sequence.n_cells
+            sequence.claim = None
+            sequence.revision += 1
+
+
+def _visible_cells(extension: _Extension, window: int) -> VisibleCells:
+    sequence = extension.sequence
+    first_seen = max(0, sequence.length - window + 1) if window else 0
+    return VisibleCells(extension.tokens, extension.n_tokens, sequence.length, first_seen, sequence.cells[first_seen:])
+
+
+def _group_by_sequence(ids: npt.NDArray[np.int64]) -> list[tuple[int, slice | npt.NDArray[np.int64], int]]:
+    """(sequence, its tokens in batch order, their number) for each sequence in a step, ascending by sequence."""
+    order = np.argsort(ids, kind="stable")
+    ordered = ids[order]
+    starts = [0, *(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1).tolist(), ids.size]
+    groups: list[tuple[int, slice | npt.NDArray[np.int64], int]] = []
+    for start, stop in pairwise(starts):
+        tokens = order[start:stop]
+        first, n = int(tokens[0]), stop - start
+        # A slice where the tokens stand together, which is nearly always: masks are then written in place.
+        together = int(tokens[-1]) - first == n - 1
+        groups.append((int(ordered[start]), slice(first, first + n) if together else tokens, n))
+    return groups
+
+
+def _checked_int(value: object, what: str, error: type[Exception]) -> int:
+    if isinstance(value, (bool, np.bool_)):
+        raise error(f"{what} is an integer, not {value!r}")
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise error(f"{what} is an integer, not {value!r}") from None
+
+
+def _checked_option(value: int, what: str, least: int) -> int:
+    checked = _checked_int(value, what, OptionError)
+    if checked < least:
+        raise OptionError(f"{what} must be at least {least}, got {checked}")
+    return checked
+
+
+def _checked_count(n_tokens: int) -> int:
+    checked = _checked_int(n_tokens, "a number of tokens", StepError)
+    if checked < 0:
+        raise StepError(f"a step cannot have {checked} tokens")
+    return checked
+
+
+def _checked_position(position: int, sequence: _Sequence) -> int:
+    checked = _checked_int(position, "a position", PositionError)
+    if not 0 <= checked <= sequence.length:
+        raise PositionError(
+            f"position {checked} is outside of sequence {sequence.id}, which has {sequence.length} committed positions"
+        )
+    return checked
+
+
+def _checked_integers(values: npt.ArrayLike, what: str, error: type[CacheError]) -> npt.NDArray[np.int64]:
+    """A private i64 copy of a one-dimensional array of integers that fit i64."""
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError, OverflowError):
+        raise error(f"{what} are a list of integers") from None
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise error(f"{what} are a list of integers, got {array.dtype} {list(array.shape)}")
+    if array.dtype == np.uint64 and array.size and int(array.max()) > np.iinfo(np.int64).max:
+        raise error(f"{what} must fit 64 bits with a sign, got {int(array.max())}")
+    return array.astype(np.int64)

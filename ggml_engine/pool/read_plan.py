@@ -1,0 +1,171 @@
+"""Read plans: which rows of the pool a step reads, per window.
+
+Owns: the choice of spans. A step pays for what its queries see, not for what is parked in the pool, and yet its shapes
+and offsets stay put while it decodes and while a window slides.
+Does not know: sequences as objects, owners, free cells; it gets the visible cells of each sequence as integers.
+Invariants: spans ascend, are disjoint and do not touch; they hold every visible cell; with B = read_block they hold at
+most 1.25 * visible + B * (stretches of consecutive visible cells) rows, for runs of at most B / 2 cells; every span
+begins on a multiple of min(run, B), so that a mask column is congruent to its cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ggml_engine.pool.masks import MaskArray, QueryGroup, check_mask_array, fill_mask
+
+Cells = npt.NDArray[np.int64]
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadGeometry:
+    """How spans are rounded: `run` and `read_block` (one divides the other), and the capacity that bounds them."""
+
+    run: int
+    read_block: int
+    capacity: int
+
+    @property
+    def grain(self) -> int:
+        """The finer of the two: what the borders of a plan of several spans are rounded to."""
+        return min(self.run, self.read_block)
+
+
+class VisibleCells(NamedTuple):
+    """What the tokens of one sequence in a step see through one window; `cells` are in position order, no gap."""
+
+    tokens: slice | npt.NDArray[np.int64]
+    n_tokens: int
+    first_query: int
+    first_seen: int
+    cells: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WindowRead:
+    """The rows that the layers of one window read in a step, and the mask over them.
+
+    `spans` are (lowest cell, number of rows), ascending; `n_rows` is their sum and the width of the mask; `n_visible`
+    of those rows are seen by some query, the others are padding: masked, and possibly never written, so the pool must
+    hold finite numbers there.
+    """
+
+    window: int
+    spans: tuple[Span, ...]
+    n_rows: int
+    n_visible: int
+    n_tokens: int
+    _groups: tuple[QueryGroup, ...]
+    _mask_window: int
+
+    def rows(self) -> Cells:
+        """The cell of every mask column, i64 [n_rows], ascending."""
+        return np.concatenate([np.arange(lo, lo + n, dtype=np.int64) for lo, n in self.spans])
+
+    def fill_mask(self, out: MaskArray) -> None:
+        """Writes the mask to `out` [n_tokens, n_rows], float16 or float32: 0 where visible, -inf elsewhere.
+
+        Raises CacheError when `out` has another shape or type, or is not C-contiguous and writeable.
+        """
+        check_mask_array(out, self.n_tokens, self.n_rows)
+        fill_mask(out, self._groups, self._mask_window)
+
+
+def plan_read(window: int, sequences: Sequence[VisibleCells], n_tokens: int, geometry: ReadGeometry) -> WindowRead:
+    """Plans the read of one window (0 = everything) for a step of `n_tokens` over `sequences` (at least one)."""
+    cells = np.concatenate([sequence.cells for sequence in sequences], dtype=np.int64)
+    los, his = find_stretches(cells)
+    distinct_los, distinct_his = merge_stretches(los, his)
+    spans = plan_spans(distinct_los, distinct_his, geometry)
+    columns = cells + np.repeat(_column_offsets(los, spans), his - los)
+    groups = []
+    start = 0
+    for sequence in sequences:
+        stop = start + sequence.cells.size
+        groups.append(
+            QueryGroup(
+                sequence.tokens, sequence.n_tokens, sequence.first_query, sequence.first_seen, columns[start:stop]
+            )
+        )
+        start = stop
+    return WindowRead(
+        window=window,
+        spans=spans,
+        n_rows=sum(n for _, n in spans),
+        n_visible=int((distinct_his - distinct_los).sum()),
+        n_tokens=n_tokens,
+        _groups=tuple(groups),
+        # Positions are below the capacity: a wider window sees everything, and this one fits an i32.
+        _mask_window=min(window, geometry.capacity),
+    )
+
+
+def find_stretches(cells: Cells) -> tuple[Cells, Cells]:
+    """The pieces of consecutive cells, in the order given: their lowest cells, and one past their highest."""
+    breaks = np.flatnonzero(cells[1:] - cells[:-1] != 1)
+    firsts = np.concatenate(([0], breaks + 1))
+    lasts = np.concatenate((breaks, [cells.size - 1]))
+    return cells[firsts], cells[lasts] + 1
+
+
+def merge_stretches(los: Cells, his: Cells) -> tuple[Cells, Cells]:
+    """The union of stretches, ascending: those that overlap or touch become one."""
+    if los.size == 1:
+        return los, his
+    order = np.argsort(los, kind="stable")
+    los = los[order]
+    his = np.maximum.accumulate(his[order])
+    apart = los[1:] > his[:-1]
+    return los[np.concatenate(([True], apart))], his[np.concatenate((apart, [True]))]
+
+
+def plan_spans(los: Cells, his: Cells, geometry: ReadGeometry) -> tuple[Span, ...]:
+    """Chooses the spans for visible stretches that ascend and do not touch.
+
+    One span over everything, rounded to the read block, where that stays within 1.25 rows per visible one and a block.
+    Else the stretches rounded to the grain, their sum filled up to a whole number of blocks so that the shapes of a
+    decoding batch change once in a block and not whenever one of its sequences enters another run.
+    """
+    block = geometry.read_block
+    dense_rows = int((his - los).sum()) * 5 // 4
+    lo = int(los[0]) // block * block
+    hi = min(-(-int(his[-1]) // block) * block, geometry.capacity)
+    if hi - lo <= dense_rows + block:
+        return ((lo, hi - lo),)
+    grain = geometry.grain
+    n_stretches = los.size
+    los, his = merge_stretches(los // grain * grain, -(-his // grain) * grain)
+    n_rows = int((his - los).sum())
+    padding = -n_rows % block
+    if n_rows + padding <= dense_rows + block * n_stretches:
+        los, his = _pad(los, his, padding, geometry.capacity)
+    return tuple(zip(los.tolist(), (his - los).tolist(), strict=True))
+
+
+def _pad(los: Cells, his: Cells, padding: int, capacity: int) -> tuple[Cells, Cells]:
+    """Adds `padding` rows, or as many as the pool has room for: closes gaps, smallest first, then grows the ends."""
+    gaps = los[1:] - his[:-1]
+    by_size = np.argsort(gaps, kind="stable")
+    closed = by_size[np.cumsum(gaps[by_size]) <= padding]
+    padding -= int(gaps[closed].sum())
+    los = np.delete(los, closed + 1)
+    his = np.delete(his, closed)
+    above = min(padding, capacity - int(his[-1]))
+    his[-1] += above
+    los[0] -= min(padding - above, int(los[0]))
+    return los, his
+
+
+def _column_offsets(cells: Cells, spans: tuple[Span, ...]) -> Cells:
+    """What to add to each of `cells`, all inside `spans`, to get its mask column."""
+    table = np.array(spans, dtype=np.int64)
+    first_columns = np.cumsum(table[:, 1]) - table[:, 1]
+    span = np.searchsorted(table[:, 0], cells, side="right") - 1
+    offsets: Cells = (first_columns - table[:, 0])[span]
+    return offsets

@@ -1,0 +1,91 @@
+"""The cell cache against a naive model, under every interleaving of commands that we can think of."""
+
+from __future__ import annotations
+
+import pytest
+from cell_walk import GEOMETRIES, Geometry, Walk, random_walk
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+INDEX = st.integers(0, 30)
+
+
+class CellCacheMachine(RuleBasedStateMachine):
+    """Every command is compared with owner bitsets, masks by definition and the placement rule (R63-R74)."""
+
+    walk: Walk
+
+    @initialize(geometry=st.sampled_from(GEOMETRIES))
+    def build(self, geometry: Geometry) -> None:
+        self.walk = Walk(geometry)
+        self.walk.open()
+
+    def pick(self, index: int) -> int:
+        sequences = self.walk.open_sequences
+        return sequences[index % len(sequences)]
+
+    @precondition(lambda self: len(self.walk.open_sequences) < 9)
+    @rule()
+    def open(self) -> None:
+        self.walk.open()
+
+    @precondition(lambda self: self.walk.open_sequences)
+    @rule(index=INDEX)
+    def close(self, index: int) -> None:
+        self.walk.close(self.pick(index))
+
+    @precondition(lambda self: 0 < len(self.walk.open_sequences) < 9)
+    @rule(index=INDEX, share=st.floats(0, 1))
+    def clone(self, index: int, share: float) -> None:
+        source = self.pick(index)
+        self.walk.clone(source, round(share * self.walk.model.committed[source]))
+
+    @precondition(lambda self: self.walk.open_sequences)
+    @rule(index=INDEX, share=st.floats(0, 1))
+    def rewind(self, index: int, share: float) -> None:
+        sequence = self.pick(index)
+        self.walk.rewind(sequence, round(share * self.walk.model.committed[sequence]))
+
+    @precondition(lambda self: self.walk.open_sequences)
+    @rule(index=INDEX)
+    def refuse_bad_numbers(self, index: int) -> None:
+        self.walk.refuse_bad_numbers(self.pick(index))
+
+    @precondition(lambda self: self.walk.open_sequences)
+    @rule(
+        members=st.lists(st.tuples(INDEX, st.sampled_from((1, 1, 2, 5, 17, 70))), min_size=1, max_size=4),
+        outcome=st.sampled_from(("commit", "commit", "commit", "fail", "misplace")),
+        bad_token=INDEX,
+        bad_by=st.sampled_from((-2, -1, 1, 5)),
+    )
+    def step(self, members: list[tuple[int, int]], outcome: str, bad_token: int, bad_by: int) -> None:
+        tokens = [self.pick(index) for index, n in members for _ in range(n)]
+        self.walk.step(tokens, outcome, bad_token, bad_by)
+
+
+CellCacheMachine.TestCase.settings = settings(
+    max_examples=15, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+class TestCellCacheAgreesWithTheNaiveModel(CellCacheMachine.TestCase):  # R74
+    pass
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("seed", range(1), ids="seed={}".format)
+def test_a_random_walk_agrees_with_the_naive_model(geometry: Geometry, seed: int) -> None:  # R71 R73 R74
+    walk = random_walk(geometry, seed, 40)
+    for sequence in walk.open_sequences:
+        walk.close(sequence)
+    assert walk.cache.free_cells == walk.cache.capacity
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1_000, 1_300), ids="seed={}".format)
+def test_a_long_random_walk_agrees_with_the_naive_model(seed: int) -> None:  # R71 R73 R74
+    walk = random_walk(GEOMETRIES[seed % len(GEOMETRIES)], seed, 100)
+    for sequence in walk.open_sequences:
+        walk.close(sequence)
+    assert walk.cache.free_cells == walk.cache.capacity
