@@ -418,8 +418,9 @@ class GraphBuilder(TensorContext):
         _require(fits, "rope", "one i32 position a token is needed", a, positions)
         _require(a.has_contiguous_rows, "rope", "rows must be contiguous", a)
         if factors is not None:
-            enough = factors.type == TensorType.F32 and factors.ne[0] >= rope.n_dims // 2
-            _require(enough and factors.has_contiguous_rows, "rope", f"{rope.n_dims // 2} f32 frequency factors are needed", a, factors)
+            n_factors = rope.n_dims // 2
+            enough = factors.type == TensorType.F32 and factors.ne[0] >= n_factors and factors.has_contiguous_rows
+            _require(enough, "rope", f"{n_factors} f32 frequency factors are needed", a, factors)
         ctx = self._room("rope", a, positions, factors)
         ptr = self.base.ggml_rope_ext(
             ctx, a.ptr, positions.ptr, ffi.NULL if factors is None else factors.ptr, rope.n_dims, rope.mode,
