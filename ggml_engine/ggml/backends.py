@@ -327,7 +327,7 @@ def get_array(libraries: Libraries, tensor: Tensor) -> npt.NDArray[np.float32]:
 
 
 def _check_graph(builder: GraphBuilder, backends: Sequence[Backend], name: str) -> None:
-    if builder.has_graph or not builder.ctx:
+    if not builder.ctx or builder.has_graph:
         raise GraphError(f"{name}: the builder's graph is in use already")
     if not 1 <= len(backends) <= _MAX_BACKENDS or backends[-1].device.kind != "cpu":
         kinds = [backend.device.kind for backend in backends]

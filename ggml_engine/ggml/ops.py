@@ -90,7 +90,9 @@ class Tensor:
 
 
 def wrap(ptr: Any) -> Tensor:
-    """The Tensor behind a non-null `struct ggml_tensor *`."""
+    """The Tensor behind a `struct ggml_tensor *`. Raises GraphError for null."""
+    if ptr == ffi.NULL:
+        raise GraphError("a null pointer is no tensor")
     return Tensor(ptr, TensorType(ptr.type), tuple(ptr.ne), tuple(ptr.nb))
 
 
@@ -342,6 +344,8 @@ class GraphBuilder(TensorContext):
     def permute(self, a: Tensor, *axes: int, name: str = "") -> Tensor:
         """Dimension i of `a` becomes dimension axes[i]."""
         _require(sorted(axes) == [0, 1, 2, 3], "permute", f"axes {axes} are no permutation", a)
+        # a column of blocks would pass for a row
+        _require(a.type.block_size == 1 or axes[0] == 0, "permute", "blocks cannot be transposed", a)
         return self._named(self.base.ggml_permute(self._room("permute", a), a.ptr, *axes), name)
 
     def cont_2d(self, a: Tensor, ne0: int, ne1: int, name: str = "") -> Tensor:
