@@ -19,9 +19,12 @@ import numpy.typing as npt
 from ggml_engine.errors import AllocationError, ComputeError, DeviceError, GraphError, OptionError
 from ggml_engine.ggml.library import Libraries, ffi, running_graph
 from ggml_engine.ggml.ops import GraphBuilder, Tensor, TensorContext
+from ggml_engine.ggml.tensor_types import TensorType
 
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
 _KINDS = {0: "cpu", 1: "gpu", 2: "igpu", 3: "accel", 4: "meta"}
+_MAX_BACKENDS = 16  # GGML_SCHED_MAX_BACKENDS
+_ID_TYPES: dict[TensorType, type[np.integer[Any]]] = {TensorType.I32: np.int32, TensorType.I64: np.int64}
 _HOST_PTR_ALIGNMENT = 32  # TENSOR_ALIGNMENT of ggml's CPU buffers from pointers
 
 
@@ -170,7 +173,7 @@ class Buffer:
     @classmethod
     def allocate(cls, libraries: Libraries, buffer_type: Any, n_bytes: int) -> Buffer:
         """Fresh memory. Raises AllocationError with the number of bytes asked for."""
-        if n_bytes >= 2**63:
+        if not 0 <= n_bytes < 2**63:
             raise AllocationError(f"{n_bytes} bytes cannot be addressed")
         ptr = libraries.base.ggml_backend_buft_alloc_buffer(buffer_type, n_bytes)
         if ptr == ffi.NULL:
@@ -184,6 +187,8 @@ class Buffer:
         if not device.maps_host_memory:
             raise GraphError(f"device {device.name} cannot map host memory")
         address = ffi.from_buffer(memory)
+        if not memory.nbytes or not is_host_aligned(int(ffi.cast("uintptr_t", address))):
+            raise GraphError(f"{memory.nbytes} bytes, at a multiple of {_HOST_PTR_ALIGNMENT}, are needed to be mapped")
         ptr = libraries.base.ggml_backend_dev_buffer_from_host_ptr(device.ptr, address, memory.nbytes, memory.nbytes)
         if ptr == ffi.NULL:
             raise AllocationError(f"{memory.nbytes} bytes could not be mapped for {device.name}")
@@ -195,11 +200,6 @@ class Buffer:
         if self._ptr is None:
             raise GraphError("the buffer was freed before")
         return self._ptr
-
-    @property
-    def is_mapped(self) -> bool:
-        """Whether it is a view of memory that somebody else owns."""
-        return self._owner is not None
 
     @property
     def is_host(self) -> bool:
@@ -272,9 +272,9 @@ def supports_op(libraries: Libraries, device: Device, tensor: Tensor) -> bool:
 
 
 def has_data(tensor: Tensor) -> bool:
-    """Whether the tensor lies in memory; inputs that a graph does not use have none."""
+    """Whether the tensor, or the one it is a view of, lies in a buffer."""
     source = tensor.ptr if tensor.ptr.view_src == ffi.NULL else tensor.ptr.view_src
-    return bool(source.buffer != ffi.NULL)
+    return bool(source.buffer != ffi.NULL and tensor.ptr.data != ffi.NULL)  # noqa: PLR1714  # no sets on the hot path
 
 
 def _check_range(tensor: Tensor, offset: int, n_bytes: int) -> None:
@@ -284,17 +284,35 @@ def _check_range(tensor: Tensor, offset: int, n_bytes: int) -> None:
         raise GraphError(f"bytes {offset} to {offset + n_bytes} of {tensor!r}, which has {tensor.span_bytes}")
 
 
+def _check_layout(data: npt.NDArray[Any] | memoryview) -> None:
+    if not (data.flags.c_contiguous if isinstance(data, np.ndarray) else data.c_contiguous):
+        raise GraphError(f"a C-contiguous array is needed, given one of shape {data.shape}, strides {data.strides}")
+
+
 def set_data(libraries: Libraries, tensor: Tensor, data: npt.NDArray[Any] | memoryview, offset: int = 0) -> None:
     """Copy C-contiguous bytes into a tensor, from `offset` bytes on."""
     n_bytes = data.nbytes
     _check_range(tensor, offset, n_bytes)
+    _check_layout(data)
     if n_bytes:
         libraries.base.ggml_backend_tensor_set(tensor.ptr, ffi.from_buffer(data), offset, n_bytes)
+
+
+def set_row_ids(libraries: Libraries, tensor: Tensor, ids: npt.NDArray[np.integer[Any]], n_rows: int) -> None:
+    """Fill the ids (i32 or i64) of a `get_rows` or `set_rows` over `n_rows` rows; ggml dies of one out of range."""
+    if tensor.type not in _ID_TYPES:
+        raise GraphError(f"{tensor!r} holds no ids")
+    if ids.dtype.kind not in "iu" or ids.size != tensor.n_elements:
+        raise GraphError(f"{tensor!r} takes as many integers, given {ids.size} of {ids.dtype}")
+    if ids.size and not (ids.min() >= 0 and ids.max() < n_rows):
+        raise GraphError(f"{tensor!r}: rows {ids.min()} to {ids.max()} are asked for, there are 0 to {n_rows - 1}")
+    set_data(libraries, tensor, np.ascontiguousarray(ids, _ID_TYPES[tensor.type]))
 
 
 def get_data(libraries: Libraries, tensor: Tensor, out: npt.NDArray[Any], offset: int = 0) -> None:
     """Copy bytes of a tensor, from `offset` bytes on, into a writable C-contiguous array."""
     _check_range(tensor, offset, out.nbytes)
+    _check_layout(out)
     if out.nbytes:
         view = ffi.from_buffer(out, require_writable=True)
         libraries.base.ggml_backend_tensor_get(tensor.ptr, view, offset, out.nbytes)
@@ -308,6 +326,17 @@ def get_array(libraries: Libraries, tensor: Tensor) -> npt.NDArray[np.float32]:
     return out.reshape(shape[next((i for i, n in enumerate(shape[:-1]) if n != 1), 3) :])
 
 
+def _check_graph(builder: GraphBuilder, backends: Sequence[Backend], name: str) -> None:
+    if not builder.ctx or builder.has_graph:
+        raise GraphError(f"{name}: the builder's graph is in use already")
+    if not 1 <= len(backends) <= _MAX_BACKENDS or backends[-1].device.kind != "cpu":
+        kinds = [backend.device.kind for backend in backends]
+        raise GraphError(f"{name}: 1 to {_MAX_BACKENDS} backends, the CPU's last, are needed, given {kinds}")
+    for tensor in builder.outside:
+        if not has_data(tensor):
+            raise GraphError(f"{name}: {tensor!r} of another context has no data yet")
+
+
 class Graph:
     """A built graph with its working memory: allocated once, run many times.
 
@@ -316,9 +345,12 @@ class Graph:
     """
 
     def __init__(self, builder: GraphBuilder, backends: Sequence[Backend], name: str) -> None:
+        self._sched = None
         libraries = builder.libraries
         self.libraries = libraries
         self.name = name
+        _check_graph(builder, backends, name)
+        builder.has_graph = True
         self._builder = builder
         self._backends = tuple(backends)
         self.n_nodes = int(libraries.base.ggml_graph_n_nodes(builder.cgraph))
@@ -335,6 +367,8 @@ class Graph:
     @property
     def working_bytes(self) -> int:
         """Bytes of working memory over all backends."""
+        if self._sched is None:
+            return 0
         get = self.libraries.base.ggml_backend_sched_get_buffer_size
         return sum(int(get(self._sched, backend.ptr)) for backend in self._backends)
 
@@ -342,6 +376,8 @@ class Graph:
         """Run it. The GIL is free meanwhile. Raises ComputeError with ggml's status."""
         if self._sched is None:
             raise GraphError(f"{self.name} was freed before")
+        if not (self._builder.ctx and all(backend.ptr for backend in self._backends)):
+            raise GraphError(f"{self.name}: its nodes or backends were freed before")
         with running_graph(self.name):
             status = self.libraries.base.ggml_backend_sched_graph_compute(self._sched, self._builder.cgraph)
         if status != self.libraries.base.GGML_STATUS_SUCCESS:
@@ -363,5 +399,5 @@ class Graph:
 __all__ = [
     "MAX_THREADS", "Backend", "Buffer", "Device", "Graph", "TensorContext", "allocate_tensors", "allocation_bytes",
     "buffer_type_name", "choose_device", "cpu_device", "default_threads", "devices", "extra_buffer_types",
-    "get_array", "get_data", "is_host_aligned", "set_data", "supports_op",
+    "get_array", "get_data", "has_data", "is_host_aligned", "set_data", "set_row_ids", "supports_op",
 ]  # fmt: skip

@@ -100,6 +100,9 @@ const char * ggml_type_name(enum ggml_type type);
 const char * ggml_op_desc(const struct ggml_tensor * t);
 size_t ggml_nbytes(const struct ggml_tensor * tensor);
 size_t ggml_tensor_overhead(void);
+size_t ggml_quantize_chunk(enum ggml_type type, const float * src, void * dst, int64_t start, int64_t nrows, int64_t n_per_row,
+                           const float * imatrix);
+bool ggml_quantize_requires_imatrix(enum ggml_type type);
 bool ggml_validate_row_data(enum ggml_type type, const void * data, size_t nbytes);
 
 struct ggml_context * ggml_init(struct ggml_init_params params);

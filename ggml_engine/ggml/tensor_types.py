@@ -2,8 +2,7 @@
 
 An allow-list: the numbers of `enum ggml_type` in ggml 0.25.3 (ggml.h) that its CPU backend can multiply by, and the
 plain integer and f64 types, which parse but which no weight may have. Block sizes are those of ggml-common.h. Left out
-are the types that ggml removed and those that it only makes while computing (Q8_1, Q8_K); `describe_refusal` says
-which.
+are the types that ggml removed and those that only computing makes (Q8_1, Q8_K); `describe_refusal` says which.
 
 Knows no file and no library. A type that is not here is never handed to ggml.
 """

@@ -26,7 +26,10 @@ VLayout = Literal["rows", "columns"]
 Spans = Sequence[tuple[int, int]]
 
 KV_TYPES = {"f32": TensorType.F32, "f16": TensorType.F16}
-_NUMPY_TYPES: dict[TensorType, np.dtype[Any]] = {TensorType.F32: np.dtype(np.float32), TensorType.F16: np.dtype(np.float16)}
+_NUMPY_TYPES: dict[TensorType, np.dtype[Any]] = {
+    TensorType.F32: np.dtype(np.float32),
+    TensorType.F16: np.dtype(np.float16),
+}
 
 
 def kv_type(name: str) -> TensorType:
