@@ -202,6 +202,11 @@ class Buffer:
         return self._ptr
 
     @property
+    def is_mapped(self) -> bool:
+        """Whether it is a view of memory that somebody else owns."""
+        return self._owner is not None
+
+    @property
     def is_host(self) -> bool:
         """Whether Python can read it in place."""
         return bool(self.libraries.base.ggml_backend_buffer_is_host(self.ptr))
