@@ -1,18 +1,22 @@
 """`GgmlExecutor`: turns a batch into logits.
 
 Owns the cell cache, the graphs and the order of a step: declare, place, grow, fill, compute, commit. Everything that
-touches ggml runs on the caller's thread; one thread at a time. Knows no sampling and no text.
+touches ggml runs on the caller's thread; callers on several threads take turns. Knows no sampling and no text.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from ggml_engine.errors import InputError, OptionError
+from ggml_engine.errors import ClosedError, InputError, OptionError
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.graph_cache import GraphCache, ReadyGraph
 from ggml_engine.executor.inputs import GraphInputs, GraphKey, check_tokens
@@ -96,28 +100,49 @@ class GgmlExecutor:
         self.graphs = GraphCache(self._build, self.options.max_graphs, self.options.max_graph_bytes)
         self.n_forwarded = 0
         self.n_rows_read = 0
+        self._turn = threading.Lock()
+        self._to_close: deque[int] = deque()
+        self._closed = False
 
     # ---- sequences
 
+    @contextmanager
+    def _turn_of_caller(self) -> Iterator[None]:
+        with self._turn:
+            if self._closed:
+                raise ClosedError("the executor was closed")
+            while self._to_close:
+                self.cache.close(self._to_close.popleft())
+            yield
+
     def open(self) -> int:
         """A new, empty sequence."""
-        return self.cache.open()
+        with self._turn_of_caller():
+            return self.cache.open()
 
     def close(self, sequence: int) -> None:
         """Drop a sequence; cells that nobody else owns are free again."""
-        self.cache.close(sequence)
+        with self._turn_of_caller():
+            self.cache.close(sequence)
+
+    def close_later(self, sequence: int) -> None:
+        """Drop a sequence before the next call; takes no turn, so that a finalizer may call it."""
+        self._to_close.append(sequence)
 
     def clone(self, source: int, upto: int) -> int:
         """A new sequence that shares the first `upto` positions of `source`; nothing is copied."""
-        return self.cache.clone(source, upto)
+        with self._turn_of_caller():
+            return self.cache.clone(source, upto)
 
     def rewind(self, sequence: int, to: int) -> None:
         """Drop what a sequence holds from position `to` on."""
-        self.cache.rewind(sequence, to)
+        with self._turn_of_caller():
+            self.cache.rewind(sequence, to)
 
     def length(self, sequence: int) -> int:
         """Committed positions of a sequence."""
-        return self.cache.length(sequence)
+        with self._turn_of_caller():
+            return self.cache.length(sequence)
 
     # ---- steps
 
@@ -125,8 +150,13 @@ class GgmlExecutor:
         """Compute one step: logits f32 [outputs, n_vocab], in batch order.
 
         Raises InputError for unusable tokens and the kinds of CacheError for a step that cannot be, with nothing
-        changed; ComputeError leaves the step's cells claimed until its sequences are rewound or closed.
+        changed; ComputeError leaves the step's cells claimed until its sequences are rewound or closed. ClosedError
+        after `close_all`.
         """
+        with self._turn_of_caller():
+            return self._forward(batch)
+
+    def _forward(self, batch: Batch) -> npt.NDArray[np.float32]:
         self._check(batch)
         step = self.cache.declare(batch.sequences)
         placement = step.place(step.positions if batch.positions is None else batch.positions)
@@ -200,6 +230,8 @@ class GgmlExecutor:
         }
 
     def close_all(self) -> None:
-        """Free graphs and pool; idempotent. The model stays."""
-        self.graphs.clear()
-        self.cache.free()
+        """Free graphs and pool; idempotent. Waits for a running step. The model stays."""
+        with self._turn:
+            self._closed = True
+            self.graphs.clear()
+            self.cache.free()

@@ -1,0 +1,40 @@
+"""What one generation is asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ggml_engine.errors import OptionError
+from ggml_engine.ggml.sampler import SamplerConfig
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class GenConfig:
+    """Bounds and sampling of a generation.
+
+    `max_tokens` None means until the model ends or the context is full. `stop` strings end it and are not part of the
+    text; `stop_tokens` end it like the model's own end tokens, which `ignore_eos` turns off.
+    """
+
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_tokens: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+
+    def __post_init__(self) -> None:
+        n = self.max_tokens
+        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+            raise OptionError(f"max_tokens must be a positive integer, is {n!r}")
+        if isinstance(self.stop, str):  # type: ignore[unreachable]  # a caller without types, and a likely slip
+            raise OptionError("stop is a sequence of strings, one string was given")
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise OptionError(f"at most {MAX_STOP_STRINGS} stop strings are possible, {len(self.stop)} were given")
+        for text in self.stop:
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
+                raise OptionError(f"a stop string has 1 to {MAX_STOP_LENGTH} characters, one is {text!r:.60}")
+        object.__setattr__(self, "stop_tokens", frozenset(self.stop_tokens))
