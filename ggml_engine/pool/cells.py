@@ -187,7 +187,10 @@ class CellCache:
         Raises UnknownSequenceError, and PositionError unless 0 <= to <= length(sequence).
         """
         found = self._find(sequence)
-        self._drop_from(found, _checked_position(to, found))
+        to = _checked_position(to, found)
+        if to != found.n_cells:
+            found.revision += 1
+            self._drop_from(found, to)
 
     def length(self, sequence: int) -> int:
         """How many positions of the sequence are committed. Raises UnknownSequenceError."""
@@ -298,7 +301,6 @@ class CellCache:
         dropped = sequence.cells[to:]
         if dropped.size:
             sequence.n_cells = sequence.length = to
-            sequence.revision += 1
             self._table.release(dropped)
 
     def _place(self, step: Step) -> Placement:
