@@ -355,12 +355,12 @@ class Graph:
         self.libraries = libraries
         self.name = name
         _check_graph(builder, backends, name)
-        builder.has_graph = True
+        builder.seal()
         self._builder = builder
         self._backends = tuple(backends)
         self.n_nodes = int(libraries.base.ggml_graph_n_nodes(builder.cgraph))
         array = ffi.new("ggml_backend_t[]", [backend.ptr for backend in backends])
-        size = 2 * builder.graph_size  # splits add copies of inputs
+        size = builder.graph_size * (1 if len(backends) == 1 else 2)  # splits between backends add copies of inputs
         self._sched = libraries.base.ggml_backend_sched_new(array, ffi.NULL, len(backends), size, False, False)
         if self._sched == ffi.NULL:
             raise AllocationError(f"no scheduler could be had for {name}")

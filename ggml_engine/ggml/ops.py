@@ -219,6 +219,12 @@ class GraphBuilder(TensorContext):
             self.outside.append(wrap(found))
             waiting += list(found.src)
 
+    def seal(self) -> None:
+        """The graph gets its working memory: nothing more can be added, and the bookkeeping of its making goes."""
+        self.has_graph = True
+        self.outside.clear()
+        self._in_reach.clear()
+
     # ---- inputs, outputs, order
 
     def input(self, name: str, tensor_type: TensorType, *ne: int) -> Tensor:
