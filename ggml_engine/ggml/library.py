@@ -24,7 +24,7 @@ from typing import Any
 from ggml_engine.errors import LibraryError
 from ggml_engine.ggml._bindings import ffi
 
-__all__ = ["CHECKED_VERSIONS", "Libraries", "ffi", "load", "running_graph"]
+__all__ = ["CHECKED_VERSIONS", "Libraries", "ffi", "load", "restore_log", "running_graph"]
 
 # ggml release -> the llama-cpp-python that ships it
 CHECKED_VERSIONS = {"0.25.3": "0.3.36"}
@@ -215,3 +215,10 @@ def load() -> Libraries:
             atexit.register(_silence_at_exit, libraries)
             _loaded = libraries
         return _loaded
+
+
+def restore_log() -> None:
+    """Take the native log back after something else took it, as importing `llama_cpp` does. Nothing before `load()`."""
+    with _lock:
+        if _loaded is not None:
+            _loaded.llama.llama_log_set(_on_log, ffi.NULL)
