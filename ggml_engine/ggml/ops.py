@@ -81,7 +81,7 @@ class Tensor:
     def span_bytes(self) -> int:
         """Bytes from the first element to one past the last."""
         if self.type.block_size == 1:
-            return self.nb[0] + sum((n - 1) * stride for n, stride in zip(self.ne, self.nb, strict=True))
+            return self.type.block_bytes + sum((n - 1) * stride for n, stride in zip(self.ne, self.nb, strict=True))
         rows = sum((n - 1) * stride for n, stride in zip(self.ne[1:], self.nb[1:], strict=True))
         return self.type.row_bytes(self.ne[0]) + rows
 
