@@ -111,13 +111,13 @@ def _open(directory: Path) -> Libraries:
 def _checked_version(base: Any, directory: Path) -> str:
     try:
         version: str = ffi.string(base.ggml_version()).decode("ascii", "replace")
-    except AttributeError as error:
+        overhead = int(base.ggml_tensor_overhead())
+    except (AttributeError, ffi.error) as error:  # cffi's for a symbol that is not there
         raise LibraryError(f"{directory} holds a ggml without a version. {_install_advice()}") from error
     if version not in CHECKED_VERSIONS:
         raise LibraryError(
             f"{directory} holds ggml {version}, checked are {', '.join(CHECKED_VERSIONS)}. {_install_advice()}"
         )
-    overhead = int(base.ggml_tensor_overhead())
     ours = _OBJECT_HEADER_BYTES + ffi.sizeof("struct ggml_tensor")
     if overhead != ours:
         raise LibraryError(

@@ -362,7 +362,6 @@ class GraphBuilder(TensorContext):
 
     def cont(self, a: Tensor, name: str = "") -> Tensor:
         """A contiguous copy."""
-        _require(a.type in FLOAT_TYPES or a.has_contiguous_rows, "cont", "this type cannot be transposed", a)
         return self._named(self.base.ggml_cont(self._room("cont", a), a.ptr), name)
 
     def cast(self, a: Tensor, tensor_type: TensorType, name: str = "") -> Tensor:
