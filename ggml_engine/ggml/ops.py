@@ -184,8 +184,8 @@ class GraphBuilder(TensorContext):
         _require_tensor_count(max_tensors, 1)
         _require_tensor_count(n_outside, 0)
         self.has_graph = False
-        self.outside: list[Tensor] = []  # whose data must be there before the graph runs
-        self._addresses: set[int] = set()  # of every tensor in reach: made here, or outside
+        self.outside: list[Any] = []  # pointers; their data must be there before the graph runs
+        self._reached: set[Any] = set()  # pointers of all tensors, made here or outside; cffi's hash by address
         self.graph_size = max_tensors + n_outside
         overhead = libraries.base.ggml_graph_overhead_custom(self.graph_size, False)
         super().__init__(libraries, max_tensors, overhead)
@@ -194,17 +194,17 @@ class GraphBuilder(TensorContext):
     # ---- what is in reach
 
     def _note(self, ptr: Any) -> None:
-        self._addresses.add(_address(ptr))
+        self._reached.add(ptr)
 
     def _room(self, operation: str, *inputs: Tensor | None) -> Any:
         for tensor in inputs:
-            if tensor is not None:
+            if tensor is not None and tensor.ptr not in self._reached:
                 self._reach(operation, tensor.ptr)
         self._require_graph_room(operation)
         return super()._room(operation, *inputs)
 
     def _require_graph_room(self, operation: str) -> None:
-        if len(self._addresses) >= self.graph_size:
+        if len(self._reached) >= self.graph_size:
             raise GraphError(f"{operation}: the graph is full ({self.graph_size} tensors, those outside included)")
 
     def _reach(self, operation: str, ptr: Any) -> None:
@@ -212,12 +212,13 @@ class GraphBuilder(TensorContext):
         waiting = [ptr] if self.ctx else []
         while waiting:
             found = waiting.pop()
-            if found == ffi.NULL or _address(found) in self._addresses:
+            if found == ffi.NULL or found in self._reached:
                 continue
             self._require_graph_room(operation)
-            self._addresses.add(_address(found))
-            self.outside.append(wrap(found))
-            waiting += list(found.src)
+            self._reached.add(found)
+            self.outside.append(found)
+            if found.op:  # a leaf, which weights are, is made of nothing
+                waiting += list(found.src)
 
     # ---- inputs, outputs, order
 
@@ -457,10 +458,6 @@ class GraphBuilder(TensorContext):
         result = self._named(ptr, name)
         self.base.ggml_prec_set_acc(ptr, self.base.GGML_PREC_F32)
         return result
-
-
-def _address(ptr: Any) -> int:
-    return int(ffi.cast("uintptr_t", ptr))
 
 
 def _batches_repeat(mask: Tensor, a: Tensor) -> bool:
