@@ -54,7 +54,7 @@ _SPECIAL_IDS: Final = tuple(
 )
 _FLAGS: Final = tuple(
     f"tokenizer.ggml.{name}"
-    for name in ("add_bos_token", "add_eos_token", "add_space_prefix", "remove_extra_whitespaces")
+    for name in ("add_bos_token", "add_eos_token", "remove_extra_whitespaces")
 )
 _BYTE_TEXT: Final = re.compile(rb"<0x[0-9A-Fa-f]{2}>")
 # Texts that libllama takes for ends of a turn, whatever the type of their token (llama-vocab.cpp).
@@ -302,7 +302,8 @@ class _Reader:
         return special, frozenset(dropped), entries
 
     def flags(self) -> list[bytes]:
-        entries = []
+        # a space is put before words by Vocabulary, which knows where one text ends and another begins
+        entries = [_string("tokenizer.ggml.add_space_prefix") + struct.pack("<I?", GGUFType.BOOL, False)]
         for key in _FLAGS:
             value = self.metadata.find_flag(key)
             if value is not None:
