@@ -35,7 +35,11 @@ def allows(vocabulary: Vocabulary, schema: Any, text: str) -> bool:
 PERSON = {
     "type": "object",
     "title": "A person",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}, "of": {"$ref": "#/$defs/name"}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer"},
+        "of": {"$ref": "#/$defs/name"},
+    },
     "required": ["name"],
     "$defs": {"name": {"type": "array", "items": {"$ref": "#/$defs/name"}, "maxItems": 2}},
 }
@@ -134,7 +138,7 @@ assert "llama_cpp" in sys.modules
 Vocabulary.load(GGUFFile.open(sys.argv[2]))
 """
     good = write(tmp_path / "a.gguf", spm())
-    noisy = write(tmp_path / "b.gguf", spm(**{"types": [1] * len(spm()["types"])}))
+    noisy = write(tmp_path / "b.gguf", spm(types=[1] * len(spm()["types"])))
     child = in_child(code, good, noisy)
     assert child.returncode == 0, child.stderr
     assert "ggml_engine.native: load: control-looking token" in child.stdout

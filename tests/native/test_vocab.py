@@ -87,7 +87,12 @@ def test_segments_get_the_space_that_the_joined_text_would(vocabulary: Vocabular
             vocabulary, "".join(texts), parse_special=True
         )
 
-    for texts in (["<|user|>", "hello"], ["<|user|>hello", "</s>", "<|user|>", "hello"], ["", "hello"], ["<tag>", "he"]):
+    for texts in (
+        ["<|user|>", "hello"],
+        ["<|user|>hello", "</s>", "<|user|>", "hello"],
+        ["", "hello"],
+        ["<tag>", "he"],
+    ):
         apart, together = joined(*texts)
         assert apart == together
     # inside a word there is none
@@ -181,7 +186,7 @@ def test_the_message_names_value_and_range(vocabulary: Vocabulary) -> None:
 
 
 def test_text_that_is_none_is_refused(vocabulary: Vocabulary) -> None:
-    with pytest.raises(InputError, match="character 1 .* surrogate"):
+    with pytest.raises(InputError, match=r"character 1 .* surrogate"):
         encode(vocabulary, "a\ud800")
     with pytest.raises(InputError, match="str"):
         encode(vocabulary, b"a")  # type: ignore[arg-type]

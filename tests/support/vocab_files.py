@@ -34,7 +34,12 @@ def bpe(**changes: Any) -> dict[str, Any]:
     pairs = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "hello"), ("w", "o"), ("Ġ", "wo")]
     texts = [*letters, *("".join(pair) for pair in pairs), "<|endoftext|>", "<|im_start|>"]
     types = [NORMAL] * (len(texts) - 2) + [CONTROL] * 2
-    parts: dict[str, Any] = {"model": "gpt2", "pre": "gpt-2", "tokens": [text.encode() for text in texts], "types": types}
+    parts: dict[str, Any] = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": [text.encode() for text in texts],
+        "types": types,
+    }
     parts |= {"merges": [" ".join(pair) for pair in pairs], "eos": len(texts) - 2, "bos": len(texts) - 2}
     return parts | {"add_bos": False} | changes
 
@@ -43,7 +48,12 @@ def write(path: Path, parts: dict[str, Any], *, n_rows: int | None = None) -> Pa
     """Write the parts; a value None leaves a key out, and an unusual type is written as it is."""
     writer = gguf.GGUFWriter(path, "llama")
     names = {"model": "model", "pre": "pre", "tokens": "tokens", "scores": "scores", "types": "token_type"}
-    names |= {"merges": "merges", "add_bos": "add_bos_token", "add_eos": "add_eos_token", "add_space": "add_space_prefix"}
+    names |= {
+        "merges": "merges",
+        "add_bos": "add_bos_token",
+        "add_eos": "add_eos_token",
+        "add_space": "add_space_prefix",
+    }
     names |= {name: f"{name}_token_id" for name in ("bos", "eos", "eot", "unknown", "padding", "fim_pad")}
     for name, value in parts.items():
         key = "tokenizer.ggml." + names.get(name, name)
