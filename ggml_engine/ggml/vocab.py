@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ggml_engine.errors import InputError, NativeError, VocabularyError
 from ggml_engine.ggml.library import ffi, load
-from ggml_engine.ggml.vocab_tables import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Tables, log, read_tables
+from ggml_engine.ggml.vocab_tables import CONTROL, UNKNOWN, USER_DEFINED, Tables, log, read_tables
 
 if TYPE_CHECKING:
     from ggml_engine.ggml.gguf import GGUFFile
@@ -298,10 +298,9 @@ class Vocabulary:
         return guess if is_usable and name not in self._dropped else None
 
     def _find_ends(self, named: Sequence[int]) -> Iterator[int]:
-        unusual = np.flatnonzero(self._types != NORMAL).tolist()
         fixed = {token for token in (self.eos, self.eot) if token is not None}
         fixed.update(self._special[name] for name in ("eom", "fim_pad", "fim_rep", "fim_sep") if name in self._special)
-        for token in {*named, *unusual, *fixed}:
+        for token in {*named, *fixed}:
             if self._llama.llama_vocab_is_eog(self.native, token) and (token in fixed or self._is_hidden(token)):
                 yield token
 

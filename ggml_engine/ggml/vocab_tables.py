@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -53,17 +53,22 @@ _SPECIAL_IDS: Final = tuple(
     )
 )
 _FLAGS: Final = tuple(
-    f"tokenizer.ggml.{name}"
-    for name in ("add_bos_token", "add_eos_token", "remove_extra_whitespaces")
+    f"tokenizer.ggml.{name}" for name in ("add_bos_token", "add_eos_token", "remove_extra_whitespaces")
 )
 _BYTE_TEXT: Final = re.compile(rb"<0x[0-9A-Fa-f]{2}>")
 # Texts that libllama takes for ends of a turn, whatever the type of their token (llama-vocab.cpp).
-_END_TEXTS: Final = frozenset(
+_TURN_ENDS: Final = frozenset(
     text.encode()
     for text in (
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
         *("<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>"),
         *("<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
+    )
+)
+# The same for the first one of each of three roles in filling the middle of a text.
+_FILL_ENDS: Final = frozenset(
+    text.encode()
+    for text in (
         *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>"),
         *("<REPO>", "<reponame>", "<|file_sep|>"),
     )
@@ -107,63 +112,44 @@ class _Reader:
 
     def read(self) -> Tables:
         tokenizer, pre = self.read_names()
-        tokens = self.metadata.array("tokenizer.ggml.tokens", GGUFType.STRING)
-        if not len(tokens):
-            raise self.error("tokenizer.ggml.tokens is empty")
-        texts = tokens.strings()
-        sizes = np.fromiter(map(len, texts), np.int64, len(texts))
-        if sizes.max() > MAX_TOKEN_BYTES:
-            longest = int(sizes.argmax())
-            raise self.error(f"token {longest} takes {sizes[longest]} bytes, the limit is {MAX_TOKEN_BYTES}")
+        texts, raw = self.read_texts()
         n_rows = self.read_rows(len(texts))
         types = self.read_types(texts)
         known = set(texts)
-        new_texts = texts
-        if len(known) != len(texts) or b"" in known:
-            new_texts = self.rename(texts)
+        new_texts = texts if len(known) == len(texts) and b"" not in known else self.rename(texts)
         pieces = {i: self.piece(tokenizer, texts, types, i) for i in _changed(texts, new_texts)}
         added = self.missing_bytes(known) if tokenizer == "llama" else []
+        turn_ends = [texts.index(text) for text in _TURN_ENDS & known]
+        fill_ends = [texts.index(text) for text in _FILL_ENDS & known]
+        new_types = np.append(types, np.full(len(added), BYTE, "<i4"))
+        new_types[turn_ends] = CONTROL  # libllama makes them so, with a warning for each
 
-        entries: list[bytes | memoryview] = [
-            _text("general.architecture", b"llama"),
-            _text("tokenizer.ggml.model", tokenizer.encode()),
-        ]
-        if tokenizer == "gpt2" and pre:
-            entries.append(_text("tokenizer.ggml.pre", pre.encode()))
-        if (name := self.metadata.find_text("general.name")) and "phi" in name.lower() and known >= _PHI3_TOKENS:
-            entries.append(_text("general.name", name.encode()))
+        entries = self.name_entries(tokenizer, pre, known)
         if new_texts is texts and not added:
-            entries += [_array_head("tokenizer.ggml.tokens", GGUFType.STRING, len(texts)), self.raw(tokens, sizes)]
+            entries += [_array_head("tokenizer.ggml.tokens", GGUFType.STRING, len(texts)), raw]
         else:
             entries.append(_texts("tokenizer.ggml.tokens", [*new_texts, *added]))
-        entries.append(_numbers("tokenizer.ggml.token_type", np.append(types, np.full(len(added), BYTE, "<i4"))))
-        if tokenizer == "llama":
-            entries.append(self.scores(len(texts), len(added)))
-        else:
-            entries += self.merges()
+        entries.append(_numbers("tokenizer.ggml.token_type", new_types))
+        entries += [self.scores(len(texts), len(added))] if tokenizer == "llama" else self.merges()
         special, dropped, id_entries = self.special_ids(len(texts))
-        entries += id_entries
-        entries += self.flags()
-        named_ends = [texts.index(text) for text in _END_TEXTS & known]
-        adds_space = tokenizer == "llama" and self.metadata.find_flag("tokenizer.ggml.add_space_prefix") is not False
+        entries += [*id_entries, *self.flag_entries()]
         n_entries = sum(isinstance(entry, bytes) for entry in entries)  # a view is the rest of the entry before it
-        gguf: list[bytes | memoryview] = [struct.pack("<4sIQQ", b"GGUF", 3, 0, n_entries), *entries]
         for warning in self.warnings:
             log.warning("%s: %s", self.file.path, warning)
         return Tables(
-            tokenizer,
-            pre,
-            texts,
-            types,
-            n_rows,
-            special,
-            dropped,
-            named_ends,
-            adds_space,
-            pieces,
-            len(added),
-            gguf,
-            tuple(self.warnings),
+            tokenizer=tokenizer,
+            pre=pre,
+            texts=texts,
+            types=types,
+            n_rows=n_rows,
+            special=special,
+            dropped=dropped,
+            named_ends=[*turn_ends, *fill_ends],
+            adds_space=tokenizer == "llama" and self.metadata.find_flag("tokenizer.ggml.add_space_prefix") is not False,
+            pieces=pieces,
+            n_added=len(added),
+            gguf=[struct.pack("<4sIQQ", b"GGUF", 3, 0, n_entries), *entries],
+            warnings=tuple(self.warnings),
         )
 
     def error(self, reason: str) -> VocabularyError:
@@ -180,6 +166,18 @@ class _Reader:
                 f"the pre-tokenizer {pre[:80]!r} is unknown; known are {', '.join(sorted(PRE_TOKENIZERS))}"
             )
         return tokenizer, pre
+
+    def read_texts(self) -> tuple[list[bytes], memoryview]:
+        """The tokens' texts, and the same as the array's bytes in the file."""
+        tokens = self.metadata.array("tokenizer.ggml.tokens", GGUFType.STRING)
+        if not len(tokens):
+            raise self.error("tokenizer.ggml.tokens is empty")
+        texts = tokens.strings()
+        sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+        if sizes.max() > MAX_TOKEN_BYTES:
+            longest = int(sizes.argmax())
+            raise self.error(f"token {longest} takes {sizes[longest]} bytes, the limit is {MAX_TOKEN_BYTES}")
+        return texts, self.raw(tokens, int(sizes.sum()))
 
     def read_rows(self, n_tokens: int) -> int:
         embedding = self.file.tensors.get("token_embd.weight")
@@ -278,13 +276,13 @@ class _Reader:
         # a merge of unknown tokens is harmless: libllama falls back to the tokens of the bytes
         good = [merge for merge in merges if merge.find(b" ", 1) > 0]
         if len(good) == len(merges):
-            return [_array_head(key, GGUFType.STRING, len(merges)), self.raw(found, map(len, merges))]
+            return [_array_head(key, GGUFType.STRING, len(merges)), self.raw(found, sum(map(len, merges)))]
         self.warnings.append(f"{len(merges) - len(good)} of {len(merges)} merges hold no pair: left out")
         return [_texts(key, good)]
 
-    def raw(self, array: GGUFArray, sizes: Iterable[int] | NDArray[np.int64]) -> memoryview:
-        n_bytes = 8 * len(array) + int(sizes.sum() if isinstance(sizes, np.ndarray) else sum(sizes))
-        return self.file.parts[0].buffer[array.offset : array.offset + n_bytes]
+    def raw(self, array: GGUFArray, n_text_bytes: int) -> memoryview:
+        """A text array's bytes in the file: each text behind its length of 8 bytes."""
+        return self.file.parts[0].buffer[array.offset : array.offset + n_text_bytes + 8 * len(array)]
 
     def special_ids(self, n_tokens: int) -> tuple[dict[str, int], frozenset[str], list[bytes]]:
         special, dropped, entries = {}, [], []
@@ -301,7 +299,16 @@ class _Reader:
                 self.warnings.append(f"{key} is {value}, the vocabulary has {n_tokens} tokens: ignored")
         return special, frozenset(dropped), entries
 
-    def flags(self) -> list[bytes]:
+    def name_entries(self, tokenizer: str, pre: str, known: set[bytes]) -> list[bytes | memoryview]:
+        entries: list[bytes | memoryview] = [_text("general.architecture", b"llama")]
+        entries.append(_text("tokenizer.ggml.model", tokenizer.encode()))
+        if tokenizer == "gpt2" and pre:
+            entries.append(_text("tokenizer.ggml.pre", pre.encode()))
+        if (name := self.metadata.find_text("general.name")) and "phi" in name.lower() and known >= _PHI3_TOKENS:
+            entries.append(_text("general.name", name.encode()))
+        return entries
+
+    def flag_entries(self) -> list[bytes]:
         # a space is put before words by Vocabulary, which knows where one text ends and another begins
         entries = [_string("tokenizer.ggml.add_space_prefix") + struct.pack("<I?", GGUFType.BOOL, False)]
         for key in _FLAGS:

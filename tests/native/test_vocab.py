@@ -233,3 +233,16 @@ def test_a_temporary_file_works_where_memory_files_do_not(tmp_path: Path, monkey
     vocab = make(tmp_path, spm())
     assert encode(vocab, "hello") == [HELLO]
     assert [path.name for path in tmp_path.iterdir()] == ["v.gguf"]
+
+
+def test_every_text_that_ends_a_turn_for_libllama_is_an_end(tmp_path: Path) -> None:
+    from ggml_engine.ggml.vocab_tables import _FILL_ENDS, _TURN_ENDS
+
+    # the last ones take away </s> and <|end|> again when they are present, as libllama does
+    for taken in ((b"<|tool_response>", b"<|return|>", b"<|call|>", b"<|calls|>", b"<|flush|>"), ()):
+        names = sorted((_TURN_ENDS | _FILL_ENDS) - {*taken, b"</s>"})
+        parts = spm(tokens=[*spm()["tokens"], *names], types=[*spm()["types"], *[1] * len(names)], scores=None)
+        vocab = make(tmp_path, parts)
+        is_end = load().llama.llama_vocab_is_eog
+        assert vocab.end_tokens == {t for t in range(vocab.n_tokens) if is_end(vocab.native, t)}
+        assert len(vocab.end_tokens) >= 20
