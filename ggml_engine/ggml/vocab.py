@@ -81,12 +81,12 @@ class Vocabulary:
         self._dropped = tables.dropped
         self.bos: Final = self._find_special("bos", llama.llama_vocab_bos)
         self.eos: Final = self._find_special("eos", llama.llama_vocab_eos)
-        self.eot: Final = self._find_special("eot", llama.llama_vocab_eot)
+        self.eot: Final = self._special.get("eot")
         self.unknown: Final = self._special.get("unknown")
         self.adds_bos: Final = self.bos is not None and bool(llama.llama_vocab_get_add_bos(self.native))
         self.adds_eos: Final = self.eos is not None and bool(llama.llama_vocab_get_add_eos(self.native))
         self.adds_space: Final = tables.adds_space
-        self.end_tokens: Final = frozenset(self._find_ends(tables.named_ends))
+        self.end_tokens: Final = frozenset(self._find_ends(tables.turn_ends))
         count = ffi.new("int32_t *")
         suppressed = llama.llama_vocab_get_suppress_tokens(self.native, count)
         self.suppressed: Final = tuple(sorted({int(suppressed[i]) for i in range(count[0])} - {-1}))
@@ -297,10 +297,10 @@ class Vocabulary:
         is_usable = 0 <= guess < self.n_tokens and self._is_hidden(guess)
         return guess if is_usable and name not in self._dropped else None
 
-    def _find_ends(self, named: Sequence[int]) -> Iterator[int]:
+    def _find_ends(self, turn_ends: Sequence[int]) -> Iterator[int]:
         fixed = {token for token in (self.eos, self.eot) if token is not None}
         fixed.update(self._special[name] for name in ("eom", "fim_pad", "fim_rep", "fim_sep") if name in self._special)
-        for token in {*named, *fixed}:
+        for token in {*turn_ends, *fixed}:
             if self._llama.llama_vocab_is_eog(self.native, token) and (token in fixed or self._is_hidden(token)):
                 yield token
 

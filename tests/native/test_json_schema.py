@@ -138,8 +138,8 @@ assert "llama_cpp" in sys.modules
 Vocabulary.load(GGUFFile.open(sys.argv[2]))
 """
     good = write(tmp_path / "a.gguf", spm())
-    noisy = write(tmp_path / "b.gguf", spm(tokens=[*spm()["tokens"], b"<fim_pad>"], types=None, scores=None))
+    noisy = write(tmp_path / "b.gguf", spm(tokens=[*spm()["tokens"], b"<|channel|>"], types=None, scores=None))
     child = in_child(code, good, noisy)
     assert child.returncode == 0, child.stderr
-    assert "ggml_engine.native: load: control-looking token" in child.stdout
-    assert "control-looking" not in child.stderr
+    assert "ggml_engine.native: load: setting token '<|channel|>'" in child.stdout
+    assert "<|channel|>" not in child.stderr

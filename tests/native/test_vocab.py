@@ -235,14 +235,25 @@ def test_a_temporary_file_works_where_memory_files_do_not(tmp_path: Path, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["v.gguf"]
 
 
-def test_every_text_that_ends_a_turn_for_libllama_is_an_end(tmp_path: Path) -> None:
-    from ggml_engine.ggml.vocab_tables import _FILL_ENDS, _TURN_ENDS
+def test_roles_and_ends_are_those_that_libllama_finds_in_the_whole_file(tmp_path: Path) -> None:
+    from ggml_engine.ggml.vocab_tables import _ROLES, _TURN_ENDS
 
-    # the last ones take away </s> and <|end|> again when they are present, as libllama does
-    for taken in ((b"<|tool_response>", b"<|return|>", b"<|call|>", b"<|calls|>", b"<|flush|>"), ()):
-        names = sorted((_TURN_ENDS | _FILL_ENDS) - {*taken, b"</s>"})
-        parts = spm(tokens=[*spm()["tokens"], *names], types=[*spm()["types"], *[1] * len(names)], scores=None)
-        vocab = make(tmp_path, parts)
-        is_end = load().llama.llama_vocab_is_eog
-        assert vocab.end_tokens == {t for t in range(vocab.n_tokens) if is_end(vocab.native, t)}
-        assert len(vocab.end_tokens) >= 20
+    llama = load().llama
+    params = llama.llama_model_default_params()
+    params.vocab_only = True
+    sets: list[list[bytes]] = [[name.encode()] for _, names in _ROLES.values() for name in names.split()]
+    sets += [[name] for name in sorted(_TURN_ENDS)]
+    sets += [[b"<|return|>", b"<|call|>", b"<|end|>"], [b"<|tool_response>", b"<turn|>"], [b"<|im_end|>", b"<fim_pad>"]]
+    for names in sets:
+        for eos in (2, None):
+            tokens = [*spm()["tokens"], *(name for name in names if name != b"</s>")]
+            parts = spm(tokens=tokens, types=[*spm()["types"], *[1] * (len(tokens) - N)], scores=None, eos=eos)
+            vocab = make(tmp_path, parts)
+            model = ffi.gc(
+                llama.llama_model_load_from_file(str(tmp_path / "v.gguf").encode(), params), llama.llama_model_free
+            )
+            theirs = llama.llama_model_get_vocab(model)
+            assert vocab.end_tokens == {t for t in range(len(tokens)) if llama.llama_vocab_is_eog(theirs, t)}, names
+            assert (vocab.eot if vocab.eot is not None else -1) == llama.llama_vocab_eot(theirs)
+            for token in range(N - 2, len(tokens)):
+                assert llama.llama_vocab_is_control(vocab.native, token) == llama.llama_vocab_is_control(theirs, token)
