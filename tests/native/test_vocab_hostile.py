@@ -95,6 +95,12 @@ def test_ids_out_of_range_are_none(tmp_path: Path) -> None:
     assert vocabulary.encode("a", add_special=True, parse_special=False).tolist() == [ord("a") - ord("a") + 0x61]
 
 
+def test_a_bos_out_of_range_is_not_replaced_by_libllamas_guess(tmp_path: Path) -> None:
+    vocabulary = load(tmp_path, spm(bos=10**6, eos=2**32 - 1))
+    assert (vocabulary.bos, vocabulary.eos, vocabulary.adds_bos) == (None, None, False)
+    assert load(tmp_path, spm(bos=None, eos=None)).bos == 1
+
+
 def test_bytes_without_a_token_become_unknown(tmp_path: Path) -> None:
     vocabulary = load(tmp_path, spm(**WORDS_ONLY))
     ids = vocabulary.encode("hello é", add_special=False, parse_special=False)
