@@ -262,7 +262,7 @@ def _read_strings(cursor: _Cursor, key: str, n: int, at: int) -> GGUFArray:
     begin = position = cursor.position
     memory = cursor.memory
     # Four or eight bytes for a string that takes at least eight in the file.
-    starts = array("I" if cursor.size < 1 << 32 else "Q", bytes((4 if cursor.size < 1 << 32 else 8) * n))
+    starts = array("I" if cursor.size < 1 << 32 else "Q", (0,)) * n
     unpack_length = _U64.unpack_from
     index = 0
     try:
@@ -378,5 +378,5 @@ def _place_tensor(
     if n_bytes > cursor.size - expected:
         room = max(cursor.size - expected, 0)
         reason = f"its {n_bytes} bytes of data start at {expected}, the file has {room} from there"
-        raise cursor.error("data-beyond-file", field, reason, expected)
+        raise cursor.error("data-beyond-file", field, reason, min(expected, cursor.size))
     return TensorInfo(name, shape, kind, n_bytes, expected, part)
