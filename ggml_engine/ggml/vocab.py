@@ -197,7 +197,7 @@ class Vocabulary:
     def _blocks(self, text: str) -> Iterator[str]:
         if self.tokenizer != "gpt2":
             while len(text) > _BLOCK_CHARS:
-                cut = _find_cut(text)
+                cut = self._outside_special(text, _find_cut(text))
                 yield text[:cut]
                 text = text[cut:]
         elif not self._is_linear:
@@ -208,6 +208,15 @@ class Vocabulary:
                 text = text[cut:]
         if text:
             yield text
+
+    def _outside_special(self, text: str, cut: int) -> int:
+        """`cut`, or where the special token begins that it would tear apart."""
+        pattern, ids = self._special_patterns[True]
+        reach = min(max(map(len, ids), default=0), _BLOCK_CHARS // 4)
+        for match in pattern.finditer(text, cut - reach, cut + reach) if pattern else ():
+            if match.start() < cut < match.end():
+                return match.start()
+        return cut
 
     def _tokenize(self, text: str, parse_special: bool) -> NDArray[np.int32]:
         data = text.encode()
