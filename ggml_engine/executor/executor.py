@@ -114,6 +114,7 @@ class GgmlExecutor:
                 kv_format,
                 self.options.run,
                 self.options.read_block,
+                self.options.deterministic,
             ),
         )
         self._row_tile = DETERMINISTIC_ROW_TILE if self.options.deterministic else 1

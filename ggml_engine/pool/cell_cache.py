@@ -42,8 +42,9 @@ class GgmlCellCache(CellCache):
         kv_format: KvFormat | None = None,
         run: int = 64,
         read_block: int = 256,
+        by_position: bool = False,
     ) -> None:
-        super().__init__(capacity, _windows(layers), run=run, read_block=read_block)
+        super().__init__(capacity, _windows(layers), run=run, read_block=read_block, by_position=by_position)
         self.window_of_layer = _window_of_layer(layers)
         self.pool = GgmlKvPool(libraries, layers, backends, self.capacity, kv_format=kv_format)
 

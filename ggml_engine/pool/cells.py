@@ -27,7 +27,7 @@ from ggml_engine.errors import (
 )
 from ggml_engine.pool.arguments import checked_count, checked_int, checked_integers, checked_option
 from ggml_engine.pool.cell_table import CellTable
-from ggml_engine.pool.read_plan import ReadGeometry, VisibleCells, WindowRead, plan_read
+from ggml_engine.pool.read_plan import ReadGeometry, VisibleCells, WindowRead, plan_read, plan_read_by_position
 
 # Cells are indices of rows, which ggml takes as i32.
 _MAX_CELLS = 2**31 - 1
@@ -118,10 +118,20 @@ class CellCache:
     `capacity` is in cells and is rounded up to a whole run. `windows` are the distinct windows of the model's layers in
     tokens, 0 for layers that see everything. `run` is the alignment of cells (a position's cell is congruent to it
     modulo `run`: that makes results independent of placement), `read_block` is what reads are rounded to; one of the
-    two divides the other. Raises OptionError for values that are not possible, before anything is allocated.
+    two divides the other. `by_position` reads every sequence's cells in the order of its positions, in a section of its
+    own: results are then independent of placement to the bit, and shared cells are read once per sequence. Raises
+    OptionError for values that are not possible, before anything is allocated.
     """
 
-    def __init__(self, capacity: int, windows: Sequence[int] = (0,), *, run: int = 64, read_block: int = 256) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        windows: Sequence[int] = (0,),
+        *,
+        run: int = 64,
+        read_block: int = 256,
+        by_position: bool = False,
+    ) -> None:
         capacity = checked_option(capacity, "capacity", 1)
         run = checked_option(run, "run", 1)
         read_block = checked_option(read_block, "read_block", 1)
@@ -135,6 +145,7 @@ class CellCache:
             raise OptionError(f"capacity {capacity} in runs of {run} is {rounded} cells, at most {_MAX_CELLS} exist")
         self._table = CellTable(rounded, run)
         self._geometry = ReadGeometry(run, read_block, rounded)
+        self._by_position = by_position
         self._sequences: dict[int, _Sequence] = {}
         self._next_id = 0
 
@@ -338,14 +349,24 @@ class CellCache:
             n = self._table.claim_from(cell, position, end - position)
             sequence.append(cell, n)
 
+    def _visible_cells(self, extension: _Extension, window: int) -> VisibleCells:
+        sequence = extension.sequence
+        first_seen = max(0, sequence.length - window + 1) if window else 0
+        if self._by_position:
+            first_seen -= first_seen % self.run  # so that a position's column does not depend on the step
+        return VisibleCells(
+            extension.tokens, extension.n_tokens, sequence.length, first_seen, sequence.cells[first_seen:]
+        )
+
     def _plan(self, step: Step, claim: object) -> Placement:
         cells = np.empty(step.positions.size, np.int64)
         for extension in step.extensions:
             cells[extension.tokens] = extension.sequence.cells[extension.sequence.length :]
         reads = []
         for window in self._windows:
-            visible = [_visible_cells(extension, window) for extension in step.extensions]
-            reads.append(plan_read(window, visible, cells.size, self._geometry))
+            visible = [self._visible_cells(extension, window) for extension in step.extensions]
+            plan = plan_read_by_position if self._by_position else plan_read
+            reads.append(plan(window, visible, cells.size, self._geometry))
         return Placement(
             sequences=step.sequences,
             positions=step.positions.astype(np.int32),
@@ -443,12 +464,6 @@ class Placement:
             sequence.length = sequence.n_cells
             sequence.claim = None
             sequence.revision += 1
-
-
-def _visible_cells(extension: _Extension, window: int) -> VisibleCells:
-    sequence = extension.sequence
-    first_seen = max(0, sequence.length - window + 1) if window else 0
-    return VisibleCells(extension.tokens, extension.n_tokens, sequence.length, first_seen, sequence.cells[first_seen:])
 
 
 def _group_by_sequence(ids: npt.NDArray[np.int64]) -> list[tuple[int, slice | npt.NDArray[np.int64], int]]:

@@ -3,7 +3,7 @@
 Owns: the choice of spans. A step pays for what its queries see, not for what is parked in the pool, and yet its shapes
 and offsets stay put while it decodes and while a window slides.
 Does not know: sequences as objects, owners, free cells; it gets the visible cells of each sequence as integers.
-Invariants: spans ascend, are disjoint and do not touch; they hold every visible cell; with B = read_block they hold at
+Invariants (by cell): spans ascend, are disjoint and do not touch; they hold every visible cell; with B = read_block they hold at
 most 1.25 * visible + B * (stretches of consecutive visible cells) rows, for runs of at most B / 2 cells; every span
 begins on a multiple of min(run, B), so that a mask column is congruent to its cell.
 """
@@ -104,6 +104,51 @@ def plan_read(window: int, sequences: Sequence[VisibleCells], n_tokens: int, geo
         # Positions are below the capacity: a wider window sees everything, and this one fits an i32.
         _mask_window=min(window, geometry.capacity),
     )
+
+
+def plan_read_by_position(
+    window: int, sequences: Sequence[VisibleCells], n_tokens: int, geometry: ReadGeometry
+) -> WindowRead:
+    """Plans a read whose columns follow positions, not cells, so that sums do not depend on where the cells lie.
+
+    Every sequence has a section of its own, in position order, filled up to a whole number of blocks; its first column
+    belongs to a position that is a multiple of the run (the caller's `first_seen` is). What sequences share is read
+    once for each of them. Spans may overlap and need not ascend.
+    """
+    spans: list[Span] = []
+    groups = []
+    n_rows = n_visible = 0
+    for sequence in sequences:
+        los, his = find_stretches(sequence.cells.astype(np.int64))
+        section = list(zip(los.tolist(), (his - los).tolist(), strict=True))
+        columns = np.arange(n_rows, n_rows + sequence.cells.size, dtype=np.int64)
+        groups.append(
+            QueryGroup(sequence.tokens, sequence.n_tokens, sequence.first_query, sequence.first_seen, columns)
+        )
+        _fill_section(section, -sequence.cells.size % geometry.read_block, geometry.capacity)
+        spans += section
+        n_rows += sum(n for _, n in section)
+        n_visible += sequence.cells.size
+    return WindowRead(
+        window=window,
+        spans=tuple(spans),
+        n_rows=n_rows,
+        n_visible=n_visible,
+        n_tokens=n_tokens,
+        _groups=tuple(groups),
+        _mask_window=min(window, geometry.capacity),
+    )
+
+
+def _fill_section(section: list[Span], padding: int, capacity: int) -> None:
+    """Adds masked rows: those after the last span, as far as the pool goes, then any from the pool's beginning."""
+    lo, n = section[-1]
+    above = min(padding, capacity - lo - n)
+    section[-1] = (lo, n + above)
+    padding -= above
+    while padding:
+        section.append((0, min(padding, capacity)))
+        padding -= section[-1][1]
 
 
 def find_stretches(cells: Cells) -> tuple[Cells, Cells]:

@@ -51,6 +51,7 @@ class CacheConfig:
     kv_format: KvFormat
     run: int = 64
     read_block: int = 256
+    by_position: bool = False  # read in position order: results independent of placement
 
 
 CacheBuilder = Callable[[CacheConfig], GgmlCache]
@@ -65,6 +66,7 @@ def _build_cells(config: CacheConfig) -> GgmlCache:
         kv_format=config.kv_format,
         run=config.run,
         read_block=config.read_block,
+        by_position=config.by_position,
     )
 
 
