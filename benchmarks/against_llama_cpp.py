@@ -3,9 +3,9 @@
     python benchmarks/against_llama_cpp.py smollm2 gemma3-270m
 
 Per model and attention mode: prefill of 512 random tokens, decode of 32 at 512. The two engines take turns, seven
-times after a warm-up; the ratio is formed turn by turn (time of llama-cpp-python over ours: above 1 is ours ahead). Run it alone on the
-machine: ggml's threads spin. K/V f16, full-size windows. `--start` measures whole processes: start to first token, and
-their peak memory.
+times after a warm-up; the ratio is formed turn by turn (time of llama-cpp-python over ours: above 1 is ours ahead).
+K/V f16, full-size windows. `--start` measures whole processes: start to first token, and their peak memory. Run it
+alone on the machine: ggml's threads spin.
 """
 
 from __future__ import annotations

@@ -174,7 +174,6 @@ class Engine:
                 return
             self._closed = True
             self.executor.close_all()
-            self.vocabulary.close()
             self.model.free()
             self.file.close()
 
