@@ -51,7 +51,7 @@ class TextOutput:
         if self._stream is None:
             return
         if self._bytes is not None:
-            self._bytes.write(text.encode("utf-8", "replace"))
+            self._bytes.write(text.encode("utf-8", "surrogateescape"))  # paths may hold bytes that are no text
             self._bytes.flush()
             return
         self._stream.write(visible(text) if self._is_terminal else text)
