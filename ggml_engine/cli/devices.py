@@ -33,11 +33,11 @@ def devices(as_json: bool) -> None:
         for device in found
     ]
     widths = [max(len(row[column]) for row in (COLUMNS, *rows)) for column in range(len(COLUMNS))]
-    table = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (COLUMNS, *rows)
-    ]
-    TextOutput().write("\n".join(table) + "\n")
+    lines = []
+    for row in (COLUMNS, *rows):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip() + "\n")
+    TextOutput().write("".join(lines))
 
 
 def find_devices() -> list[dict[str, Any]]:

@@ -14,13 +14,12 @@ import click
 
 from ggml_engine.cli import output, text_input
 from ggml_engine.cli.boundary import INTERRUPTED, debug_option
+from ggml_engine.cli.execution_options import execution_options, load_options
 from ggml_engine.cli.interrupts import Interrupts
 from ggml_engine.cli.options import (
     exclude,
-    execution_options,
     generation_config,
     generation_options,
-    load_options,
     sampling_options,
 )
 from ggml_engine.cli.sections import SectionedCommand, option, together
