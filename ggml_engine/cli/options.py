@@ -23,7 +23,7 @@ from ggml_engine.ggml.sampler_config import MAX_SEED, SamplerConfig
 GENERATION: Final = "Generation"
 SAMPLING: Final = "Sampling"
 
-# numbers of SamplerConfig, in llama.cpp's order of samplers
+# the numbers of SamplerConfig, in the order of the help
 SAMPLER_HELP: Final[dict[str, str]] = {
     "temperature": "Spread of the draw; 0 always takes the likeliest token.",
     "top_k": "Draw from the K likeliest tokens; 0 is off.",
