@@ -36,8 +36,8 @@ def command(*args: str, on_terminal: bool = False) -> list[str]:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """The environment, with a terminal that draws nothing special."""
-    return {**os.environ, "TERM": "dumb", **changes}
+    """The environment, with a terminal that draws nothing special, and Python's own buffers as users have them."""
+    return {**{name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}, "TERM": "dumb", **changes}
 
 
 def run(*args: str, stdin: bytes = b"", env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:

@@ -34,6 +34,17 @@ def test_files_and_pipes_get_utf_8_at_once_whatever_the_encoding(monkeypatch, en
     assert written(out).endswith(b"path-\xff\n")
 
 
+def test_a_write_that_takes_a_part_is_gone_on_with(monkeypatch) -> None:
+    class Slow(io.BytesIO):
+        def write(self, data) -> int:
+            return super().write(bytes(data[:3]))
+
+    slow = Slow()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(slow, encoding="utf-8"))
+    TextOutput().write("abcdefgh")
+    assert slow.getvalue() == b"abcdefgh"
+
+
 def test_a_terminal_gets_what_it_can_show_and_no_control_characters(monkeypatch) -> None:
     out = stream("ascii", terminal=True)
     monkeypatch.setattr(sys, "stdout", out)
