@@ -107,7 +107,7 @@ def test_choices_are_those_of_the_parts_that_take_them() -> None:
     from ggml_engine.ggml import backends
     from ggml_engine.pool.kv_types import KV_TYPES
 
-    assert execution_options.KV_TYPES == tuple(KV_TYPES)
+    assert tuple(KV_TYPES) == execution_options.KV_TYPES
     assert typing.get_args(typing.get_type_hints(Engine.load)["attention"]) == execution_options.ATTENTION_FORMS
     assert backends.MAX_THREADS == execution_options.MAX_THREADS
 
