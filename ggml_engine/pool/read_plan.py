@@ -3,9 +3,9 @@
 Owns: the choice of spans. A step pays for what its queries see, not for what is parked in the pool, and yet its shapes
 and offsets stay put while it decodes and while a window slides.
 Does not know: sequences as objects, owners, free cells; it gets the visible cells of each sequence as integers.
-Invariants (by cell): spans ascend, are disjoint and do not touch; they hold every visible cell; with B = read_block they hold at
-most 1.25 * visible + B * (stretches of consecutive visible cells) rows, for runs of at most B / 2 cells; every span
-begins on a multiple of min(run, B), so that a mask column is congruent to its cell.
+Invariants (by cell): spans ascend, are disjoint and do not touch; they hold every visible cell; with B = read_block
+they hold at most 1.25 * visible + B * (stretches of consecutive visible cells) rows, for runs of at most B / 2 cells;
+every span begins on a multiple of min(run, B), so that a mask column is congruent to its cell.
 """
 
 from __future__ import annotations
