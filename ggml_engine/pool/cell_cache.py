@@ -12,7 +12,7 @@ from ggml_engine.ggml.library import Libraries
 from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.config import KvLayer
 from ggml_engine.pool.cells import CellCache
-from ggml_engine.pool.kv_pool import GgmlKvPool, VLayout
+from ggml_engine.pool.kv_pool import GgmlKvPool, VLayout, check_memory
 
 
 class GgmlCellCache(CellCache):
@@ -34,6 +34,7 @@ class GgmlCellCache(CellCache):
         run: int = 64,
         read_block: int = 256,
     ) -> None:
+        check_memory(layers, backends, capacity, k_type, v_type)  # before the table of cells, which is as long
         windows = sorted({layer.window for layer in layers})
         super().__init__(capacity, windows, run=run, read_block=read_block)
         self.window_of_layer = tuple(windows.index(layer.window) for layer in layers)
