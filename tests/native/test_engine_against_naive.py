@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +66,14 @@ def assert_close(found: Logits, expected: np.ndarray, limit: float) -> None:
 def prefill_and_decode(executor: GgmlExecutor, tokens: Sequence[int], n_prefill: int, chunk: int) -> Logits:
     sequence = executor.open()
     found = feed(executor, sequence, tokens[:n_prefill], chunk)
-    return np.concatenate([found, feed(executor, sequence, tokens[n_prefill:], 1)]) if n_prefill < len(tokens) else found
+    return (
+        np.concatenate([found, feed(executor, sequence, tokens[n_prefill:], 1)]) if n_prefill < len(tokens) else found
+    )
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tmp_path_factory.mktemp("tiny")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tiny")
 
 
 def written(folder: Path, kind: str, name: str) -> Path:

@@ -133,9 +133,7 @@ class NaiveModel:
     def _project(self, layer: int, x: Array) -> tuple[Array, Array, Array]:
         n_kv = int(self.n_head_kv[layer] if isinstance(self.n_head_kv, list) else self.n_head_kv)
         heads = {"q": self.n_head, "k": n_kv, "v": n_kv}
-        q, k, v = (
-            self._linear(f"blk.{layer}.attn_{which}", x).reshape(len(x), n, -1) for which, n in heads.items()
-        )
+        q, k, v = (self._linear(f"blk.{layer}.attn_{which}", x).reshape(len(x), n, -1) for which, n in heads.items())
         return q, k, v
 
     def _llama_block(self, layer: int, x: Array, positions: Array) -> Array:
