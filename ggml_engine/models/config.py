@@ -250,9 +250,11 @@ def read_rms_eps(reader: MetadataReader) -> float:
 
 
 def read_window(reader: MetadataReader) -> int:
-    """The sliding window in positions; 0 when the file has none, or one as long as the context."""
-    window = reader.integer("attention.sliding_window", 0, 2**31 - 1, 0)
-    return window if window < MAX_CONTEXT else 0
+    """The sliding window in positions; 0 when the file has none.
+
+    One longer than the context stays what it is: its layers see everything, but may rotate by another base.
+    """
+    return reader.integer("attention.sliding_window", 0, 2**31 - 1, 0)
 
 
 def read_rope(reader: MetadataReader, mode: int, sizes: _Sizes) -> Rope:
