@@ -135,8 +135,8 @@ def test_windows_past_their_length_change_the_answer_of_gemma(pair: Pair) -> Non
 
 
 def test_weights_in_the_layout_of_their_file_are_libllamas_too_and_stay_close(model: Model) -> None:
-    # Rearranged kernels quantise activations four rows at a time and sum in another order. On G (Q4_K and Q8_0 have such
-    # a form here) the largest difference measured is 5.6 where logits spread by 23, a normalised mean squared error of
+    # Rearranged kernels quantise activations four rows at a time and sum in another order. On G (Q4_K has such a form
+    # here) the largest difference measured is 5.6 where logits spread by 23, a normalised mean squared error of
     # 0.002; on S (Q4_1 has none) there is no difference. That it is the kernels' is shown by libllama's bytes, both ways.
     path, prompt = Path(model.file.path), random_tokens(model.hp.n_vocab, 64)
     with running(path, threads=2, repack=False, capacity=N_CELLS) as executor:

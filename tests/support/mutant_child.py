@@ -20,6 +20,13 @@ from pathlib import Path
 from forged_models import taken_apart
 from gguf_forge import Field, Image
 
+from ggml_engine.errors import EngineError
+from ggml_engine.executor.batch import Batch
+from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.ggml import library
+from ggml_engine.ggml.gguf import GGUFFile
+from ggml_engine.models.model import load_model
+
 REFUSED, RAN, FAILED_TYPED, UNTYPED = 10, 0, 11, 12
 N_PREFILL, N_DECODE = 8, 2
 SECONDS = 20
@@ -50,12 +57,6 @@ def mutate(image: Image, semantic: list[Field], rng: random.Random) -> bytes:
 
 def run_one(path: Path) -> int:
     """The exit code of one mutant."""
-    from ggml_engine.errors import EngineError
-    from ggml_engine.executor.batch import Batch
-    from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
-    from ggml_engine.ggml.gguf import GGUFFile
-    from ggml_engine.models.model import load_model
-
     try:
         file = GGUFFile.open(path)
         model = load_model(file, threads=1)
@@ -95,8 +96,6 @@ def fork_one(path: Path) -> int:
 
 
 def main(model: str, folder: str, n_accepted: str, seed: str) -> None:
-    from ggml_engine.ggml import library
-
     library.load()  # opened once, here: nothing has run on it when the children are made
     image = taken_apart(Path(model)).build()
     semantic = [field for field in image.fields if not field.name.startswith("kv.tokenizer")]
