@@ -36,6 +36,7 @@ LLAMAS: dict[str, dict[str, Any]] = {
     "tied": {"tied": True},
     "biases": {"biases": True},
     "frequency factors": {"rope_factors": [1, 1, 2, 2, 4, 4, 8, 8]},
+    "linear scaling": {"metadata": {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}},
     "heads by layer": {"n_head_kv": [1, 4, 2], "n_layer": 3},
     "wider values": {"value_size": 24},
     "narrower values": {"value_size": 8, "n_head_kv": [4, 1]},
@@ -45,6 +46,14 @@ GEMMAS: dict[str, dict[str, Any]] = {
     "window 3": {"window": 3},
     "window 5": {"window": 5},
     "no window": {"window": 0},
+    "a pattern of flags": {"window": 3, "pattern": [True, False, False], "n_layer": 3},
+    "other bases and scaled full layers": {
+        "window": 3,
+        "rope_base_swa": 500.0,
+        "rope_scale": 8.0,
+        "pattern": 2,
+        "n_layer": 4,
+    },
     "own output": {"window": 3, "tied": False},
     "capped logits": {"window": 3, "softcap": 5.0},
     "two heads, wider values": {"window": 3, "n_head_kv": 2, "value_size": 48},
@@ -79,10 +88,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def written(folder: Path, kind: str, name: str) -> Path:
     path = folder / f"{kind} {name}.gguf"
     if not path.exists():
-        (write_llama if kind == "llama" else write_gemma3)(path, **(LLAMAS if kind == "llama" else GEMMAS)[name])
+        options = (LLAMAS if kind == "llama" else GEMMAS).get(name) or BY_LIBLLAMA[f"{kind} {name}"]
+        (write_llama if kind == "llama" else write_gemma3)(path, **options)
     return path
 
 
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}
+# compared with libllama only
+BY_LIBLLAMA: dict[str, dict[str, Any]] = {
+    "llama YaRN": {"metadata": {f"llama.{key}": value for key, value in YARN.items()}},
+    "llama YaRN stretched less than once": {
+        "metadata": {f"llama.{key}": value for key, value in {**YARN, "rope.scaling.factor": 0.5}.items()}
+    },
+    "llama own attention factor": {"metadata": {"llama.rope.scaling.attn_factor": 1.25}},
+    "llama a scale that llama has not": {"metadata": {"llama.attention.scale": 0.5}},
+    "gemma3 YaRN": {"window": 3, "metadata": {f"gemma3.{key}": value for key, value in YARN.items()}},
+}
 CASES = [("llama", name) for name in LLAMAS] + [("gemma3", name) for name in GEMMAS]
 
 
@@ -171,7 +192,8 @@ def test_weights_of_other_types_stay_close(tmp_path: Path, types: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("llama", "groups of two"), ("llama", "biases"), ("llama", "frequency factors"), ("llama", "groups of four"),
-     ("gemma3", "window 3"), ("gemma3", "capped logits")],
+     ("gemma3", "window 3"), ("gemma3", "capped logits"),
+     *(tuple(case.split(" ", 1)) for case in BY_LIBLLAMA)],
 )  # fmt: skip
 def test_tiny_models_give_the_bytes_of_libllama(folder: Path, kind: str, name: str, mode: str, kv: str) -> None:
     path = written(folder, kind, name)

@@ -146,7 +146,6 @@ LLAMA = [
     value_case(42, "rope.dimension_count", 8, "head size 16", "8"),
     value_case(60, "expert_count", 2**31, "2147483648"),
     Case(60, "experts", key("expert_count", 8), UnsupportedArchitectureError, ("experts",)),
-    value_case(44, "attention.scale", NAN, "0 (default) or above"),
 ]
 GEMMA = [
     value_case(61, "attention.sliding_window", -1, "-1", kind=INT32),
