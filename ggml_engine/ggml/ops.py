@@ -184,8 +184,8 @@ class GraphBuilder(TensorContext):
         _require_tensor_count(max_tensors, 1)
         _require_tensor_count(n_outside, 0)
         self.has_graph = False
-        self.outside: list[Tensor] = []  # whose data must be there before the graph runs
-        self._in_reach: set[Any] = set()  # pointers of every tensor made here, or outside and used
+        self.outside: list[Any] = []  # pointers; their data must be there before the graph runs
+        self._reached: set[Any] = set()  # pointers of all tensors, made here or outside; cffi's hash by address
         self.graph_size = max_tensors + n_outside
         overhead = libraries.base.ggml_graph_overhead_custom(self.graph_size, False)
         super().__init__(libraries, max_tensors, overhead)
@@ -194,17 +194,17 @@ class GraphBuilder(TensorContext):
     # ---- what is in reach
 
     def _note(self, ptr: Any) -> None:
-        self._in_reach.add(ptr)
+        self._reached.add(ptr)
 
     def _room(self, operation: str, *inputs: Tensor | None) -> Any:
         for tensor in inputs:
-            if tensor is not None and tensor.ptr not in self._in_reach:
+            if tensor is not None and tensor.ptr not in self._reached:
                 self._reach(operation, tensor.ptr)
         self._require_graph_room(operation)
         return super()._room(operation, *inputs)
 
     def _require_graph_room(self, operation: str) -> None:
-        if len(self._in_reach) >= self.graph_size:
+        if len(self._reached) >= self.graph_size:
             raise GraphError(f"{operation}: the graph is full ({self.graph_size} tensors, those outside included)")
 
     def _reach(self, operation: str, ptr: Any) -> None:
@@ -212,12 +212,19 @@ class GraphBuilder(TensorContext):
         waiting = [ptr] if self.ctx else []
         while waiting:
             found = waiting.pop()
-            if found in self._in_reach or found == ffi.NULL:
+            if found == ffi.NULL or found in self._reached:
                 continue
             self._require_graph_room(operation)
-            self._in_reach.add(found)
-            self.outside.append(wrap(found))
-            waiting += list(found.src)
+            self._reached.add(found)
+            self.outside.append(found)
+            if found.op:  # a leaf, which weights are, is made of nothing
+                waiting += list(found.src)
+
+    def seal(self) -> None:
+        """The graph gets its working memory: nothing more can be added, and the bookkeeping of its making goes."""
+        self.has_graph = True
+        self.outside.clear()
+        self._reached.clear()
 
     # ---- inputs, outputs, order
 
@@ -314,6 +321,22 @@ class GraphBuilder(TensorContext):
             self.base.ggml_prec_set_acc(result.ptr, self.base.GGML_PREC_F32)
         return result
 
+    def hadamard(self, a: Tensor, matrix: Tensor, name: str = "") -> Tensor:
+        """Rows of `a`, f32, in pieces of n = matrix.ne[0] elements, each times a Hadamard matrix f32 [n, n].
+
+        The CPU uses a fast Walsh-Hadamard transform in place of the product. Its own inverse.
+        """
+        n = matrix.ne[0]
+        _require(
+            matrix.type == TensorType.F32 and matrix.ne == (n, n, 1, 1), "hadamard", "a square f32 matrix", a, matrix
+        )
+        _require(n & (n - 1) == 0, "hadamard", f"the matrix must have a power of two of rows, has {n}")
+        _require(a.type == TensorType.F32 and a.ne[0] % n == 0, "hadamard", f"f32 rows in pieces of {n}", a, matrix)
+        pieces = self.reshape(a, n, a.n_elements // n) if a.is_contiguous else self.cont_2d(a, n, a.n_elements // n)
+        rotated = self.mul_mat(matrix, pieces)
+        self.base.ggml_mul_mat_set_hint(rotated.ptr, self.base.GGML_HINT_SRC0_IS_HADAMARD)
+        return self.reshape(rotated, *a.ne[:3], name=name)
+
     # ---- shapes
 
     def reshape(self, a: Tensor, *ne: int, name: str = "") -> Tensor:
@@ -356,7 +379,6 @@ class GraphBuilder(TensorContext):
 
     def cont(self, a: Tensor, name: str = "") -> Tensor:
         """A contiguous copy."""
-        _require(a.type in FLOAT_TYPES or a.has_contiguous_rows, "cont", "this type cannot be transposed", a)
         return self._named(self.base.ggml_cont(self._room("cont", a), a.ptr), name)
 
     def cast(self, a: Tensor, tensor_type: TensorType, name: str = "") -> Tensor:

@@ -19,6 +19,7 @@ from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.model import Model, load_model
 from ggml_engine.pool.cell_cache import GgmlCellCache
 from ggml_engine.pool.kv_pool import GgmlKvPool
+from ggml_engine.pool.kv_types import KvFormat
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +66,11 @@ def test_forms_and_layouts_that_do_not_go_together_are_refused(options: Any, mat
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"k_type": "q8_0"}, "'q8_0'"),
+        ({"k_type": "q9"}, "'q9'"),
         ({"v_type": "f64"}, "f32, f16"),
+        ({"v_type": "q8_0", "v_layout": "columns"}, "q8_0"),
+        ({"v_type": "q8_0", "attention": "matmul"}, "matmul.*q8_0"),
+        ({"deterministic": True, "attention": "flash"}, "deterministic"),
         ({"k_type": 5}, "5"),
         ({"run": 3, "read_block": 8}, "3 and 8"),
         ({"capacity": 2**31}, "MiB"),
@@ -80,7 +84,7 @@ def test_what_the_pool_cannot_be_is_refused_before_memory_is_taken(
     tracemalloc.start()
     try:
         with pytest.raises(OptionError, match=match):
-            GgmlExecutor(model, ExecutorOptions(**options))
+            GgmlExecutor(model, ExecutorOptions(**options))  # some at the first, some at the second
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -89,10 +93,10 @@ def test_what_the_pool_cannot_be_is_refused_before_memory_is_taken(
 
 def test_a_pool_of_another_type_or_layout_is_refused(model: Model, allocations: list[int]) -> None:
     arguments = (model.libraries, model.hp.kv_layers(), model.layer_backends)
-    with pytest.raises(OptionError, match="q8_0"):
-        GgmlKvPool(*arguments, 8, k_type=TensorType.Q8_0)
+    with pytest.raises(OptionError, match="i32"):
+        KvFormat(k_type=TensorType.I32)
     with pytest.raises(OptionError, match="'diagonal'"):
-        GgmlKvPool(*arguments, 8, v_layout="diagonal")  # type: ignore[arg-type]
+        KvFormat(v_layout="diagonal")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="at least one cell"):
         GgmlKvPool(*arguments, 0)
     with pytest.raises(OptionError, match="at least 1"):
@@ -122,8 +126,8 @@ def test_storage_starts_with_one_row_whatever_the_capacity(model: Model, allocat
     ],
 )
 def test_auto_is_what_is_fast_on_the_device(asked: Any, kind: str, resolved: tuple[str, str]) -> None:
-    form, layout = ExecutorOptions(**asked).resolve(kind)
-    assert (form.value, layout) == resolved
+    form, kv_format = ExecutorOptions(**asked).resolve(kind)
+    assert (form.value, kv_format.v_layout) == resolved
 
 
 @pytest.mark.parametrize(
