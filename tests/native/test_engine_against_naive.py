@@ -28,6 +28,7 @@ MODES = {
     "matmul, columns": {"attention": "matmul", "v_layout": "columns"},
     "matmul, rows": {"attention": "matmul", "v_layout": "rows"},
     "flash, rows": {"attention": "flash", "v_layout": "rows"},
+    "deterministic": {"deterministic": True},
 }
 LLAMAS: dict[str, dict[str, Any]] = {
     "one query head a group": {"n_head_kv": 4},

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,12 @@ from ggml_engine.models.model import Model
 # f16 K and V, GELU's table, flash's f16: see test_engine_against_naive, whose bound is the same
 ROUNDED = 1e-1
 TOKENS: list[list[int]] = np.random.default_rng(5).integers(3, VOCAB, (8, 48)).tolist()
-MODES = [("matmul", "columns"), ("matmul", "rows"), ("flash", "rows")]
+MODES: dict[str, dict[str, Any]] = {
+    "matmul, columns": {"attention": "matmul", "v_layout": "columns"},
+    "matmul, rows": {"attention": "matmul", "v_layout": "rows"},
+    "flash, rows": {"attention": "flash", "v_layout": "rows"},
+    "deterministic": {"deterministic": True},
+}
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
@@ -36,14 +42,14 @@ def expected(model: Model) -> list[np.ndarray]:
     return [naive.logits(tokens) for tokens in TOKENS]
 
 
-@pytest.mark.parametrize(("attention", "v_layout"), MODES)
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("kv", ["f32", "f16"])
 @pytest.mark.parametrize(("run", "read_block"), [(1, 1), (4, 8), (64, 256)])
 def test_prefills_and_decodes_of_several_sequences_go_in_one_step(
-    model: Model, expected: list[np.ndarray], attention: str, v_layout: str, kv: str, run: int, read_block: int
+    model: Model, expected: list[np.ndarray], mode: dict[str, Any], kv: str, run: int, read_block: int
 ) -> None:  # R71, R72
-    options = {"attention": attention, "v_layout": v_layout, "k_type": kv, "v_type": kv, "run": run}
-    with executor_over(model, capacity=320, read_block=read_block, **options) as executor:
+    options = {"k_type": kv, "v_type": kv, "run": run, "read_block": read_block}
+    with executor_over(model, capacity=320, **mode, **options) as executor:
         sequences = [executor.open() for _ in range(4)]
         done = [0, 0, 0, 0]
         # tokens of each sequence in a step: prefills apart, decodes together, then both at once
