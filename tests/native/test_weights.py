@@ -224,6 +224,16 @@ def test_weights_of_any_alignment_give_the_same_answer(tmp_path: Path, alignment
         assert answers(model) == expected
 
 
+def test_a_tied_tensor_that_must_be_copied_is_copied_once(tmp_path: Path) -> None:
+    forge = taken_apart(write_llama(tmp_path / "whole.gguf", tied=True))
+    forge.alignment = 8
+    forge.put("general.alignment", 8)
+    with loaded(forge.write(tmp_path / "other.gguf"), threads=1) as model:
+        assert model.weights["output.weight"].ptr.data == model.weights["token_embd.weight"].ptr.data
+        n_bytes = sum(info.n_bytes for info in model.file.tensors.values())
+        assert n_bytes <= model.weights.n_bytes_copied < n_bytes + 64 * len(model.file.tensors)
+
+
 def tiny_extra() -> GGUFForge:
     forge = GGUFForge()
     forge.tensor("x", np.zeros(1, np.float32))
