@@ -9,14 +9,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from ggml_engine.errors import ClosedError, InputError, OptionError
+from ggml_engine.errors import ClosedError, InputError, OptionError, UnknownSequenceError
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.graph_cache import GraphCache, ReadyGraph
 from ggml_engine.executor.inputs import GraphInputs, GraphKey, check_tokens
@@ -61,9 +61,9 @@ class ExecutorOptions:
     read_block: int = 256
 
     def __post_init__(self) -> None:
-        if self.attention not in {"auto", "flash", "matmul"}:
+        if self.attention not in ("auto", "flash", "matmul"):
             raise OptionError(f"attention is auto, flash or matmul, asked for {self.attention!r}")
-        if self.v_layout not in {"auto", "rows", "columns"}:
+        if self.v_layout not in ("auto", "rows", "columns"):
             raise OptionError(f"v_layout is auto, rows or columns, asked for {self.v_layout!r}")
         if self.attention == "flash" and self.v_layout == "columns":
             raise OptionError("attention 'flash' reads V in rows: it cannot go with v_layout 'columns'")
@@ -71,7 +71,7 @@ class ExecutorOptions:
             raise OptionError(
                 "deterministic mode takes the matmul form over V in columns: leave attention and v_layout"
             )
-        for name in ("capacity", "max_batch_tokens", "max_graphs", "run", "read_block"):
+        for name in ("capacity", "max_batch_tokens", "max_graphs", "max_graph_bytes", "run", "read_block"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionError(f"{name} must be a positive integer, is {value!r}")
@@ -133,7 +133,8 @@ class GgmlExecutor:
             if self._closed:
                 raise ClosedError("the executor was closed")
             while self._to_close:
-                self.cache.close(self._to_close.popleft())
+                with suppress(UnknownSequenceError):  # closed by hand, then by its finalizer
+                    self.cache.close(self._to_close.popleft())
             yield
 
     def open(self) -> int:
@@ -197,11 +198,6 @@ class GgmlExecutor:
         if not 0 < batch.n_tokens <= self.options.max_batch_tokens:
             limit = self.options.max_batch_tokens
             raise InputError(f"a step has 1 to {limit} tokens (max_batch_tokens), this one has {batch.n_tokens}")
-        if not batch.tokens.size == batch.sequences.size == batch.wants_logits.size:
-            raise InputError(
-                f"a batch of {batch.tokens.size} tokens, {batch.sequences.size} sequences and "
-                f"{batch.wants_logits.size} marks"
-            )
         check_tokens(batch.tokens, self.model.hp.n_vocab)
 
     def _read(self, ready: ReadyGraph, n_outputs: int) -> npt.NDArray[np.float32]:

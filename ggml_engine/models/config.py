@@ -8,18 +8,23 @@ Keys and defaults: docs/gguf.md of ggml, and llama.cpp's loader where that page 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from ggml_engine.errors import HyperparameterError
+from ggml_engine.errors import GraphError, HyperparameterError
 from ggml_engine.ggml.gguf import GGUFArray, GGUFFile, GGUFType
 from ggml_engine.ggml.ops import Rope
 
 MAX_LAYERS = 512
 MAX_CONTEXT = 1 << 28  # positions are i32, and a mask of this length could not be allocated anyway
+# below this, scaled positions leave what an f32 holds exactly, and YaRN's growth comes near zero
+_MIN_SCALING = 1e-3
+_SCALING_RULE = "0 (none) or above 0.001"
 _MAX_SIZE = 1 << 24  # of any one dimension of a weight
+_LAYER_NAME = re.compile(r"blk\.(?P<layer>[0-9]{1,9})\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +107,7 @@ class MetadataReader:
         return value
 
     def number(self, name: str, accept: Callable[[float], bool], rule: str, default: float | None = None) -> float:
-        """A finite number that `accept`s; `rule` says in words what that asks."""
+        """A number, rounded to f32 as ggml takes it, that is finite and that `accept`s; `rule` says what that asks."""
         key = self.key(name)
         value = self.file.metadata.get(key)
         if value is None:
@@ -111,9 +116,10 @@ class MetadataReader:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise HyperparameterError(key, f"a number is needed, the file has {_shown(value)}")
-        if not math.isfinite(value) or not accept(float(value)):
+        rounded = to_f32(value)
+        if not math.isfinite(rounded) or not accept(rounded):
             raise HyperparameterError(key, f"must be {rule}, is {value}")
-        return float(value)
+        return rounded
 
     def text(self, name: str, default: str) -> str:
         """A string."""
@@ -161,6 +167,12 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
+def to_f32(value: float) -> float:
+    """The nearest f32: infinite or zero where that has no room."""
+    with np.errstate(over="ignore", under="ignore"):
+        return float(np.float32(value))
+
+
 def inverse_sqrt_f32(n: int) -> float:
     """1 / sqrt(n) with libllama's two roundings to f32, so that scores come out the same."""
     return float(np.float32(1.0) / np.sqrt(np.float32(n)))
@@ -188,6 +200,7 @@ class _Sizes:
 def read_sizes(reader: MetadataReader) -> _Sizes:
     """The sizes that every decoder has, checked against each other and against the embedding table."""
     n_layer = reader.integer("block_count", 1, MAX_LAYERS)
+    _check_layers_present(reader, n_layer)
     n_embd = reader.integer("embedding_length", 1, _MAX_SIZE)
     n_head = reader.per_layer("attention.head_count", n_layer, 1, 1 << 16)
     n_head_kv = reader.per_layer("attention.head_count_kv", n_layer, 1, 1 << 16, n_head)
@@ -209,6 +222,17 @@ def read_sizes(reader: MetadataReader) -> _Sizes:
     )  # fmt: skip
 
 
+def _check_layers_present(reader: MetadataReader, n_layer: int) -> None:
+    named = [match for name in reader.file.tensors if (match := _LAYER_NAME.match(name))]
+    present = {int(match["layer"]) for match in named}
+    beyond = sorted(layer for layer in present if layer >= n_layer)
+    missing = [layer for layer in range(n_layer) if layer not in present]
+    if beyond or missing:
+        reason = f"is {n_layer}, but the file has tensors of {len(present)} layers"
+        reason += f", layer {beyond[0]} among them" if beyond else f", none of layer {missing[0]}"
+        raise HyperparameterError(reader.key("block_count"), reason)
+
+
 def _implied_head_size(reader: MetadataReader, n_embd: int, n_head: int) -> int:
     if reader.key("attention.key_length") in reader.file.metadata:
         return max(1, n_embd // n_head)
@@ -221,7 +245,9 @@ def _implied_head_size(reader: MetadataReader, n_embd: int, n_head: int) -> int:
 def _embedding_rows(reader: MetadataReader, n_embd: int) -> int:
     info = reader.file.tensors.get("token_embd.weight")
     if info is None or len(info.shape) != 2:
-        return 1  # the missing or misshapen tensor is reported with the other weights
+        # it is reported with the other weights, with the shape that it ought to have
+        tokens = reader.file.metadata.get("tokenizer.ggml.tokens")
+        return len(tokens) if isinstance(tokens, GGUFArray) and len(tokens) else 1
     if info.shape[0] != n_embd:
         reason = f"is {n_embd}, but token_embd.weight has rows of {info.shape[0]}"
         raise HyperparameterError(reader.key("embedding_length"), reason)
@@ -238,19 +264,24 @@ def read_rms_eps(reader: MetadataReader) -> float:
 
 
 def read_window(reader: MetadataReader) -> int:
-    """The sliding window in positions; 0 when the file has none, or one as long as the context."""
-    window = reader.integer("attention.sliding_window", 0, 2**31 - 1, 0)
-    return window if window < MAX_CONTEXT else 0
+    """The sliding window in positions; 0 when the file has none.
+
+    One longer than the context stays what it is: its layers see everything, but may rotate by another base.
+    """
+    return reader.integer("attention.sliding_window", 0, 2**31 - 1, 0)
 
 
 def read_rope(reader: MetadataReader, mode: int, sizes: _Sizes) -> Rope:
     """Base, scaling and YaRN terms of the rotation (Peng et al., arXiv:2309.00071; llama.cpp's llama-context.cpp)."""
     base = reader.number("rope.freq_base", positive, "above 0", 10000.0)
     kind = reader.text("rope.scaling.type", "linear")
-    if kind not in {"none", "linear", "yarn", "longrope"}:
-        raise HyperparameterError(reader.key("rope.scaling.type"), f"none, linear, yarn or longrope, is {kind!r}")
+    if kind == "longrope":
+        reason = "'longrope' (factors by length of the context) is not supported here yet"
+        raise HyperparameterError(reader.key("rope.scaling.type"), reason)
+    if kind not in {"none", "linear", "yarn"}:
+        raise HyperparameterError(reader.key("rope.scaling.type"), f"none, linear or yarn, is {kind!r}")
     factor_key = "rope.scaling.factor" if "rope.scaling.factor" in reader else "rope.scale_linear"
-    factor = reader.number(factor_key, lambda value: value >= 0, "0 (none) or above", 0.0)
+    factor = reader.number(factor_key, lambda value: value == 0 or value > _MIN_SCALING, _SCALING_RULE, 0.0)
     scale = 1.0 if factor == 0.0 or kind == "none" else 1.0 / factor
     ext_factor = 1.0 if kind == "yarn" else 0.0
     attn_factor = reader.number("rope.scaling.attn_factor", positive, "above 0", 1.0)
@@ -258,7 +289,7 @@ def read_rope(reader: MetadataReader, mode: int, sizes: _Sizes) -> Rope:
         # YaRN scales attention by 0.1 ln(1/scale) + 1; ggml multiplies that in again, so take one out
         growth = 1.0 + 0.1 * math.log(1.0 / scale)
         attn_factor *= (growth if scale < 1.0 else 1.0) / growth
-    return Rope(
+    rope = Rope(
         n_dims=sizes.n_rot,
         base=base,
         mode=mode,
@@ -267,3 +298,8 @@ def read_rope(reader: MetadataReader, mode: int, sizes: _Sizes) -> Rope:
         ext_factor=ext_factor,
         attn_factor=attn_factor,
     )
+    try:
+        rope.check()
+    except GraphError as error:
+        raise HyperparameterError(reader.key("rope"), str(error)) from None
+    return rope

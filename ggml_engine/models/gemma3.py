@@ -60,7 +60,9 @@ def hyperparameters(reader: MetadataReader) -> Hyperparameters:
         rope=tuple(rope_windowed if flag else rope_full for flag in windowed),
         window=tuple(window if flag else 0 for flag in windowed),
         attention_scale=inverse_sqrt_f32(head),
-        logit_softcap=reader.number("final_logit_softcapping", lambda cap: cap >= 0, "0 (none) or above", 0.0),
+        logit_softcap=reader.number(
+            "final_logit_softcapping", lambda cap: cap == 0 or cap > 1e-3, "0 (none) or above 0.001", 0.0
+        ),
     )
 
 

@@ -38,7 +38,6 @@ def hyperparameters(reader: MetadataReader) -> Hyperparameters:
     if reader.integer("expert_count", 0, 1 << 16, 0):
         raise UnsupportedArchitectureError("llama with experts (Mixtral) has no graph here yet; dense llama has")
     rope = read_rope(reader, ROPE_NORMAL, sizes)
-    scale = reader.number("attention.scale", lambda value: value >= 0, "0 (default) or above", 0.0)
     return Hyperparameters(
         architecture="llama",
         n_layer=sizes.n_layer,
@@ -53,7 +52,7 @@ def hyperparameters(reader: MetadataReader) -> Hyperparameters:
         norm_rms_eps=read_rms_eps(reader),
         rope=(rope,) * sizes.n_layer,
         window=(0,) * sizes.n_layer,
-        attention_scale=scale or inverse_sqrt_f32(sizes.n_embd_head_k),
+        attention_scale=inverse_sqrt_f32(sizes.n_embd_head_k),
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
-from ggml_engine.ggml.backends import Backend, choose_device, cpu_device
+from ggml_engine.errors import OptionError
+from ggml_engine.ggml.backends import Backend, Device, choose_device, cpu_device
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.library import Libraries, load
 from ggml_engine.models.architecture import Architecture
@@ -52,23 +54,33 @@ def load_model(
     architecture = find_architecture(file)
     hp = architecture.hyperparameters(MetadataReader(file, architecture.name))
     chosen = choose_device(libraries, device)
-    n_offloaded = (
-        0 if chosen.kind == "cpu" else hp.n_layer + 1 if gpu_layers is None else min(gpu_layers, hp.n_layer + 1)
-    )
-    weights = load_weights(
-        libraries,
-        file,
-        architecture.tensors(hp),
-        device=chosen,
-        n_layer=hp.n_layer,
-        gpu_layers=n_offloaded,
-        repack=repack,
-        progress=progress,
-        cancel=cancel,
-    )
-    cpu = Backend(libraries, cpu_device(libraries), threads)
-    on_device = cpu if chosen.kind == "cpu" else Backend(libraries, chosen)
+    n_offloaded = _offloaded_layers(chosen, gpu_layers, hp.n_layer)
+    with ExitStack() as undo:
+        cpu = Backend(libraries, cpu_device(libraries), threads)
+        undo.callback(cpu.free)
+        on_device = cpu if chosen.kind == "cpu" else Backend(libraries, chosen)
+        undo.callback(on_device.free)
+        weights = load_weights(
+            libraries,
+            file,
+            architecture.tensors(hp),
+            device=chosen,
+            n_layer=hp.n_layer,
+            gpu_layers=n_offloaded,
+            repack=repack,
+            progress=progress,
+            cancel=cancel,
+        )
+        undo.pop_all()
     first = hp.n_layer + 1 - n_offloaded
     layer_backends = tuple(on_device if il >= first else cpu for il in range(hp.n_layer))
     backends = (cpu,) if on_device is cpu else (on_device, cpu)
     return Model(file, architecture, hp, weights, libraries, backends, layer_backends)
+
+
+def _offloaded_layers(device: Device, gpu_layers: int | None, n_layer: int) -> int:
+    if gpu_layers is not None and (isinstance(gpu_layers, bool) or not isinstance(gpu_layers, int) or gpu_layers < 0):
+        raise OptionError(f"gpu_layers must be 0 or more, asked for {gpu_layers!r}")
+    if device.kind == "cpu":
+        return 0
+    return n_layer + 1 if gpu_layers is None else min(gpu_layers, n_layer + 1)

@@ -308,11 +308,17 @@ class _Loader:
             if not placement.mapped:
                 by_type.setdefault(buffer_type_name(self.libraries, placement.buffer_type), []).append(placement)
         for placements in by_type.values():
-            tensors = [self._new(placement) for placement in placements]
-            self.buffers.append(allocate_tensors(self.libraries, placements[0].buffer_type, tensors))
-            for placement, tensor in zip(placements, tensors, strict=True):
+            distinct: dict[str, Tensor] = {}  # by the file's name: a tied tensor is copied once
+            for placement in placements:
+                if placement.info.name not in distinct:
+                    distinct[placement.info.name] = self._new(placement)
+                self.tensors[placement.spec.name] = distinct[placement.info.name]
+            buffer = allocate_tensors(self.libraries, placements[0].buffer_type, list(distinct.values()))
+            self.buffers.append(buffer)
+            for placement in placements:
                 # one call per tensor: a rearranging buffer takes it whole
-                set_data(self.libraries, tensor, self.file.tensor_bytes(placement.info.name))
+                if tensor := distinct.pop(placement.info.name, None):
+                    set_data(self.libraries, tensor, self.file.tensor_bytes(placement.info.name))
                 self._advance(placement.info.n_bytes)
 
     def _advance(self, n_bytes: int) -> None:

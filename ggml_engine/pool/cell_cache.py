@@ -12,7 +12,7 @@ from ggml_engine.ggml.backends import Backend
 from ggml_engine.ggml.library import Libraries
 from ggml_engine.models.config import KvLayer
 from ggml_engine.pool.cells import CellCache
-from ggml_engine.pool.kv_pool import GgmlKvPool
+from ggml_engine.pool.kv_pool import GgmlKvPool, check_memory
 from ggml_engine.pool.kv_types import KvFormat
 from ggml_engine.pool.sequence_cache import SequenceCache
 
@@ -44,6 +44,7 @@ class GgmlCellCache(CellCache):
         read_block: int = 256,
         by_position: bool = False,
     ) -> None:
+        check_memory(layers, backends, capacity, kv_format or KvFormat())  # before the table of cells, as long as that
         super().__init__(capacity, _windows(layers), run=run, read_block=read_block, by_position=by_position)
         self.window_of_layer = _window_of_layer(layers)
         self.pool = GgmlKvPool(libraries, layers, backends, self.capacity, kv_format=kv_format)
@@ -66,6 +67,7 @@ class GgmlSequenceCache(SequenceCache):
         kv_format: KvFormat | None = None,
         read_block: int = 256,
     ) -> None:
+        check_memory(layers, backends, capacity, kv_format or KvFormat())  # before the table of cells, as long as that
         super().__init__(capacity, _windows(layers), read_block=read_block)
         self.window_of_layer = _window_of_layer(layers)
         self.pool = GgmlKvPool(libraries, layers, backends, self.capacity, kv_format=kv_format)

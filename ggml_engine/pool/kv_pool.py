@@ -43,6 +43,21 @@ def bytes_per_cell(layers: Sequence[KvLayer], kv_format: KvFormat) -> int:
     )
 
 
+def check_memory(layers: Sequence[KvLayer], backends: Sequence[Backend], capacity: int, kv_format: KvFormat) -> None:
+    """Raise OptionError when `capacity` cells exceed the memory of the layers' devices."""
+    total = sum({backend.device.name: backend.device.memory_total for backend in backends}.values())
+    needed = capacity * bytes_per_cell(layers, kv_format)
+    if total and needed > total:
+        raise OptionError(
+            f"{capacity} cells take {needed / 2**20:.0f} MiB of K/V, the devices have {total / 2**20:.0f} MiB"
+        )
+
+
+def _free_all(storages: Sequence[_LayerStorage]) -> None:
+    for storage in storages:
+        storage.free()
+
+
 class GgmlKvPool:
     """K and V of `layers`, each on its layer's backend.
 
@@ -69,20 +84,12 @@ class GgmlKvPool:
         self.capacity = capacity
         self._backends = tuple(backends)
         self.bytes_per_cell = bytes_per_cell(layers, self.format)
-        self._check_memory()
+        check_memory(layers, backends, capacity, self.format)
         self.n_grown = 0
         self.rows = 1
         self._storage = self._allocate(1)
         for storage in self._storage:
             storage.buffer.clear()
-
-    def _check_memory(self) -> None:
-        total = sum({backend.device.name: backend.device.memory_total for backend in self._backends}.values())
-        needed = self.capacity * self.bytes_per_cell
-        if total and needed > total:
-            raise OptionError(
-                f"{self.capacity} cells take {needed / 2**20:.0f} MiB of K/V, the devices have {total / 2**20:.0f} MiB"
-            )
 
     @property
     def n_bytes(self) -> int:
@@ -104,8 +111,7 @@ class GgmlKvPool:
                     raise
                 made.append(_LayerStorage(k, v, context, buffer))
         except BaseException:
-            for storage in made:
-                storage.free()
+            _free_all(made)
             raise
         return made
 
@@ -124,10 +130,14 @@ class GgmlKvPool:
             return
         rows = min(max(extent, 2 * self.rows), self.capacity)
         fresh = self._allocate(rows)
-        for old, new in zip(self._storage, fresh, strict=True):
-            new.buffer.clear()
-            self._copy(old, new)
-            old.free()
+        try:
+            for old, new in zip(self._storage, fresh, strict=True):
+                new.buffer.clear()
+                self._copy(old, new)
+        except BaseException:  # Python's own memory may run out in the copy
+            _free_all(fresh)
+            raise
+        _free_all(self._storage)
         self._storage = fresh
         self.rows = rows
         self.n_grown += 1
@@ -213,7 +223,6 @@ class GgmlKvPool:
 
     def free(self) -> None:
         """Free all storage; idempotent. Graphs over it must be gone."""
-        for storage in self._storage:
-            storage.free()
+        _free_all(self._storage)
         self._storage = []
         self.rows = 0

@@ -69,7 +69,7 @@ def visible(n_tokens: int, window: int) -> npt.NDArray[np.bool_]:
 
 
 def attention(q: Array, k: Array, v: Array, seen: npt.NDArray[np.bool_], scale: float) -> Array:
-    """q [tokens, heads, size], k and v [tokens, kv heads, size] to [tokens, heads * size]."""
+    """q and k [tokens, heads, size], v [tokens, heads, its own size] to [tokens, heads * v's size]; k, v: kv heads."""
     group = q.shape[1] // k.shape[1]
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     scores = np.einsum("phd,qhd->hpq", q, k) * scale
@@ -93,7 +93,7 @@ class NaiveModel:
         self.n_layer = int(self._get("block_count"))
         self.n_embd = int(self._get("embedding_length"))
         self.n_head = int(self._get("attention.head_count"))
-        self.n_head_kv = int(self._get("attention.head_count_kv", self.n_head))
+        self.n_head_kv = self._get("attention.head_count_kv", self.n_head)  # or one for each layer
         self.head_size = int(self._get("attention.key_length", self.n_embd // self.n_head))
         self.eps = float(np.float32(self._get("attention.layer_norm_rms_epsilon")))
 
@@ -127,12 +127,13 @@ class NaiveModel:
         cap = float(self._get("final_logit_softcapping", 0.0)) if gemma else 0.0
         return cap * np.tanh(logits / cap) if cap else logits
 
+    def _linear(self, name: str, x: Array) -> Array:
+        return x @ self.weight(name).T + self._tensors.get(f"{name}.bias", 0.0)
+
     def _project(self, layer: int, x: Array) -> tuple[Array, Array, Array]:
-        heads = {"q": self.n_head, "k": self.n_head_kv, "v": self.n_head_kv}
-        q, k, v = (
-            (x @ self.weight(f"blk.{layer}.attn_{which}").T).reshape(len(x), n, self.head_size)
-            for which, n in heads.items()
-        )
+        n_kv = int(self.n_head_kv[layer] if isinstance(self.n_head_kv, list) else self.n_head_kv)
+        heads = {"q": self.n_head, "k": n_kv, "v": n_kv}
+        q, k, v = (self._linear(f"blk.{layer}.attn_{which}", x).reshape(len(x), n, -1) for which, n in heads.items())
         return q, k, v
 
     def _llama_block(self, layer: int, x: Array, positions: Array) -> Array:
@@ -144,10 +145,10 @@ class NaiveModel:
         q = rotate(q, positions, base, neox=False, factors=factors)
         k = rotate(k, positions, base, neox=False, factors=factors)
         seen = visible(len(x), self.window(layer))
-        x = x + attention(q, k, v, seen, self.head_size**-0.5) @ self.weight(f"{block}.attn_output").T
+        x = x + self._linear(f"{block}.attn_output", attention(q, k, v, seen, self.head_size**-0.5))
         h = rms_norm(x, self.weight(f"{block}.ffn_norm"), self.eps)
-        h = silu(h @ self.weight(f"{block}.ffn_gate").T) * (h @ self.weight(f"{block}.ffn_up").T)
-        return x + h @ self.weight(f"{block}.ffn_down").T
+        h = silu(self._linear(f"{block}.ffn_gate", h)) * self._linear(f"{block}.ffn_up", h)
+        return x + self._linear(f"{block}.ffn_down", h)
 
     def _gemma3_block(self, layer: int, x: Array, positions: Array) -> Array:
         block = f"blk.{layer}"
@@ -163,8 +164,8 @@ class NaiveModel:
         q, k = rotate(q, positions, base, neox=True), rotate(k, positions, base, neox=True)
         # the 27B (62 layers) divides by another size (llama.cpp src/models/gemma3.cpp)
         scale = (self.n_embd / self.n_head) ** -0.5 if self.n_layer == 62 else self.head_size**-0.5
-        h = attention(q, k, v, visible(len(x), window), scale) @ self.weight(f"{block}.attn_output").T
+        h = self._linear(f"{block}.attn_output", attention(q, k, v, visible(len(x), window), scale))
         x = x + rms_norm(h, self.weight(f"{block}.post_attention_norm"), self.eps)
         h = rms_norm(x, self.weight(f"{block}.ffn_norm"), self.eps)
-        h = ggml_gelu(h @ self.weight(f"{block}.ffn_gate").T) * (h @ self.weight(f"{block}.ffn_up").T)
-        return x + rms_norm(h @ self.weight(f"{block}.ffn_down").T, self.weight(f"{block}.post_ffw_norm"), self.eps)
+        h = ggml_gelu(self._linear(f"{block}.ffn_gate", h)) * self._linear(f"{block}.ffn_up", h)
+        return x + rms_norm(self._linear(f"{block}.ffn_down", h), self.weight(f"{block}.post_ffw_norm"), self.eps)

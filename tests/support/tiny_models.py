@@ -81,6 +81,10 @@ class _Weights:
         """Around one, so that leaving it out shows."""
         self._writer.add_tensor(name, (1 + 0.2 * self._rng.standard_normal(n)).astype(np.float32))
 
+    def bias(self, name: str, n: int) -> None:
+        """Large enough to show."""
+        self._writer.add_tensor(name, (0.5 * self._rng.standard_normal(n)).astype(np.float32))
+
     def vector(self, name: str, values: npt.ArrayLike) -> None:
         """Stored as f32."""
         self._writer.add_tensor(name, np.asarray(values, np.float32))
@@ -104,8 +108,8 @@ def _common(writer: gguf.GGUFWriter, n_vocab: int, chat_template: str | None) ->
 
 
 def _sizes(
-    writer: gguf.GGUFWriter, n_layer: int, n_embd: int, n_head: int, n_head_kv: int, head_size: int, n_ff: int,
-    context_length: int, rope_base: float, eps: float,
+    writer: gguf.GGUFWriter, n_layer: int, n_embd: int, n_head: int, n_head_kv: int | Sequence[int], head_size: int,
+    value_size: int, n_ff: int, context_length: int, rope_base: float, eps: float,
 ) -> None:  # fmt: skip
     writer.add_block_count(n_layer)
     writer.add_context_length(context_length)
@@ -114,7 +118,7 @@ def _sizes(
     writer.add_head_count(n_head)
     writer.add_head_count_kv(n_head_kv)
     writer.add_key_length(head_size)
-    writer.add_value_length(head_size)
+    writer.add_value_length(value_size)
     writer.add_layer_norm_rms_eps(eps)
     writer.add_rope_freq_base(rope_base)
 
@@ -138,19 +142,21 @@ def _finish(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
 
 
 def write_llama(
-    path: Path, *, n_layer: int = 2, n_embd: int = 64, n_head: int = 4, n_head_kv: int = 2, head_size: int | None = None,
-    n_ff: int = 96, n_vocab: int = VOCAB, context_length: int = 512, seed: int = 0, tied: bool = False, types: Type = F32,
+    path: Path, *, n_layer: int = 2, n_embd: int = 64, n_head: int = 4, n_head_kv: int | Sequence[int] = 2,
+    head_size: int | None = None, value_size: int | None = None, biases: bool = False, n_ff: int = 96, n_vocab: int = VOCAB, context_length: int = 512, seed: int = 0, tied: bool = False, types: Type = F32,
     rope_base: float = 10000.0, rope_factors: Sequence[float] | None = None, eps: float = 1e-5,
     chat_template: str | None = None, metadata: Mapping[str, Any] | None = None,
 ) -> Path:  # fmt: skip
     """A `llama` model: grouped heads, rotary pairs side by side, gated SiLU.
 
-    `types` is the storage type of all matrices. `rope_factors` (head_size / 2 of them) are Llama 3's. `metadata` adds
-    keys after the others.
+    `types` is the storage type of all matrices. `rope_factors` (head_size / 2 of them) are Llama 3's. `n_head_kv` may
+    differ by layer, and the heads of V may have their own `value_size`. `metadata` adds keys after the others.
     """
     head_size = n_embd // n_head if head_size is None else head_size
+    value_size = head_size if value_size is None else value_size
+    kv_heads = [n_head_kv] * n_layer if isinstance(n_head_kv, int) else list(n_head_kv)
     writer = gguf.GGUFWriter(path, "llama")
-    _sizes(writer, n_layer, n_embd, n_head, n_head_kv, head_size, n_ff, context_length, rope_base, eps)
+    _sizes(writer, n_layer, n_embd, n_head, n_head_kv, head_size, value_size, n_ff, context_length, rope_base, eps)
     writer.add_rope_dimension_count(head_size)
     writer.add_vocab_size(n_vocab)
     _common(writer, n_vocab, chat_template)
@@ -160,13 +166,20 @@ def write_llama(
         block = f"blk.{layer}"
         weights.norm(f"{block}.attn_norm.weight", n_embd)
         weights.matrix(f"{block}.attn_q.weight", n_embd, n_head * head_size, gain=1.5)
-        weights.matrix(f"{block}.attn_k.weight", n_embd, n_head_kv * head_size, gain=1.5)
-        weights.matrix(f"{block}.attn_v.weight", n_embd, n_head_kv * head_size)
-        weights.matrix(f"{block}.attn_output.weight", n_head * head_size, n_embd)
+        weights.matrix(f"{block}.attn_k.weight", n_embd, kv_heads[layer] * head_size, gain=1.5)
+        weights.matrix(f"{block}.attn_v.weight", n_embd, kv_heads[layer] * value_size)
+        weights.matrix(f"{block}.attn_output.weight", n_head * value_size, n_embd)
         weights.norm(f"{block}.ffn_norm.weight", n_embd)
         weights.matrix(f"{block}.ffn_gate.weight", n_embd, n_ff)
         weights.matrix(f"{block}.ffn_up.weight", n_embd, n_ff)
         weights.matrix(f"{block}.ffn_down.weight", n_ff, n_embd, gain=1.5)
+        if biases:
+            n_kv = kv_heads[layer]
+            sizes = {"q": n_head * head_size, "k": n_kv * head_size, "v": n_kv * value_size, "output": n_embd}
+            for part, size in sizes.items():
+                weights.bias(f"{block}.attn_{part}.bias", size)
+            for part, size in {"gate": n_ff, "up": n_ff, "down": n_embd}.items():
+                weights.bias(f"{block}.ffn_{part}.bias", size)
     if rope_factors is not None:
         weights.vector("rope_freqs.weight", rope_factors)
     weights.norm("output_norm.weight", n_embd)
@@ -178,7 +191,7 @@ def write_llama(
 
 def write_gemma3(
     path: Path, *, n_layer: int = 7, n_embd: int = 64, n_head: int = 4, n_head_kv: int = 1, head_size: int = 32,
-    n_ff: int = 96, n_vocab: int = VOCAB, context_length: int = 512, seed: int = 0, window: int = 5,
+    value_size: int | None = None, n_ff: int = 96, n_vocab: int = VOCAB, context_length: int = 512, seed: int = 0, window: int = 5,
     pattern: int | Sequence[bool] | None = None, tied: bool = True, types: Type = F32, rope_base: float = 1e6,
     rope_base_swa: float | None = None, rope_scale: float | None = None, softcap: float | None = None, eps: float = 1e-6,
     chat_template: str | None = None, metadata: Mapping[str, Any] | None = None,
@@ -188,8 +201,9 @@ def write_gemma3(
     A `pattern` of booleans says per layer whether it has the window. `rope_scale` divides positions in full layers.
     `window=0` leaves the key out: every layer is full.
     """
+    value_size = head_size if value_size is None else value_size
     writer = gguf.GGUFWriter(path, "gemma3")
-    _sizes(writer, n_layer, n_embd, n_head, n_head_kv, head_size, n_ff, context_length, rope_base, eps)
+    _sizes(writer, n_layer, n_embd, n_head, n_head_kv, head_size, value_size, n_ff, context_length, rope_base, eps)
     if window:
         writer.add_sliding_window(window)
     if pattern is not None:
@@ -209,10 +223,10 @@ def write_gemma3(
         weights.norm(f"{block}.attn_norm.weight", n_embd)
         weights.matrix(f"{block}.attn_q.weight", n_embd, n_head * head_size)
         weights.matrix(f"{block}.attn_k.weight", n_embd, n_head_kv * head_size)
-        weights.matrix(f"{block}.attn_v.weight", n_embd, n_head_kv * head_size)
+        weights.matrix(f"{block}.attn_v.weight", n_embd, n_head_kv * value_size)
         weights.norm(f"{block}.attn_q_norm.weight", head_size)
         weights.norm(f"{block}.attn_k_norm.weight", head_size)
-        weights.matrix(f"{block}.attn_output.weight", n_head * head_size, n_embd)
+        weights.matrix(f"{block}.attn_output.weight", n_head * value_size, n_embd)
         weights.norm(f"{block}.post_attention_norm.weight", n_embd)
         weights.norm(f"{block}.ffn_norm.weight", n_embd)
         weights.matrix(f"{block}.ffn_gate.weight", n_embd, n_ff)

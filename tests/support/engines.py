@@ -1,0 +1,65 @@
+"""Executors over model files, for tests: opened and closed with the test, what they computed as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ggml_engine.executor.batch import Batch
+from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.ggml.gguf import GGUFFile
+from ggml_engine.models.model import Model, load_model
+
+Logits = npt.NDArray[np.float32]
+
+
+@contextmanager
+def loaded(path: Path, **options: Any) -> Iterator[Model]:
+    """A model; what was opened is freed."""
+    with GGUFFile.open(path, mmap=options.pop("mmap", True)) as file:
+        model = load_model(file, **options)
+        try:
+            yield model
+        finally:
+            model.free()
+
+
+@contextmanager
+def executor_over(model: Model, **options: Any) -> Iterator[GgmlExecutor]:
+    """An executor; when the test ends well, every cell is accounted for."""
+    executor = GgmlExecutor(model, ExecutorOptions(**options))
+    try:
+        yield executor
+        cells = executor.cache
+        for sequence in cells.open_sequences:
+            executor.close(sequence)
+        assert cells.free_cells == cells.capacity
+    finally:
+        executor.close_all()
+
+
+@contextmanager
+def running(path: Path, *, threads: int = 1, repack: bool = True, **options: Any) -> Iterator[GgmlExecutor]:
+    """An executor over a model that is loaded for it."""
+    with loaded(path, threads=threads, repack=repack) as model, executor_over(model, **options) as executor:
+        yield executor
+
+
+def feed(executor: GgmlExecutor, sequence: int, tokens: Sequence[int], chunk: int = 512) -> Logits:
+    """Append tokens in chunks: the logits of all of them, [tokens, n_vocab]."""
+    pieces = [tokens[start : start + chunk] for start in range(0, len(tokens), chunk)]
+    return np.concatenate([executor.forward(Batch.of_sequence(sequence, piece, logits="all")) for piece in pieces])
+
+
+def batch_of(parts: Sequence[tuple[int, Sequence[int]]], order: Sequence[int] | None = None) -> Batch:
+    """A step of several sequences, all logits wanted; `order` rearranges the tokens."""
+    tokens = np.concatenate([np.asarray(tokens, np.int32) for _, tokens in parts])
+    sequences = np.concatenate([np.full(len(tokens), sequence, np.int32) for sequence, tokens in parts])
+    if order is not None:
+        tokens, sequences = tokens[list(order)], sequences[list(order)]
+    return Batch(tokens, sequences, np.ones(tokens.size, np.bool_))
