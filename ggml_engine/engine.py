@@ -154,6 +154,7 @@ class Engine:
             vocabulary = self.vocabulary
             self._template = ChatTemplate.from_metadata(
                 self.file.metadata,
+                model_name=self.file.path,
                 bos_token="" if vocabulary.bos is None else vocabulary.text(vocabulary.bos),
                 eos_token="" if vocabulary.eos is None else vocabulary.text(vocabulary.eos),
             )
@@ -173,7 +174,6 @@ class Engine:
                 return
             self._closed = True
             self.executor.close_all()
-            self.vocabulary.close()
             self.model.free()
             self.file.close()
 

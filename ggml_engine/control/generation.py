@@ -164,7 +164,8 @@ class Generation(Iterator[str]):
             self.stats.prefill_s = time.perf_counter() - begun
             if self._on_prefill is not None:
                 self._on_prefill(end, total)
-        return logits[0]
+        last: npt.NDArray[np.float32] = logits[0]
+        return last
 
     def _forward(self, tokens: Sequence[int] | npt.NDArray[np.int32], wanted: str) -> npt.NDArray[np.float32]:
         if self._owner.generation is not self:

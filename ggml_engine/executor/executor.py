@@ -28,7 +28,7 @@ from ggml_engine.models.model import Model
 from ggml_engine.pool.cell_cache import GgmlCellCache
 from ggml_engine.pool.kv_pool import VLayout, kv_type
 
-_NODES_PER_LAYER = 64  # an upper bound for every architecture here; a graph that needs more is refused, not cut
+_NODES_PER_LAYER = 48  # an upper bound for every architecture here; a graph that needs more is refused, not cut
 _NODES_BESIDE = 64
 
 
@@ -47,7 +47,7 @@ class ExecutorOptions:
     v_layout: Literal["auto", "rows", "columns"] = "auto"
     k_type: str = "f16"
     v_type: str = "f16"
-    max_graphs: int = 32
+    max_graphs: int = 16
     max_graph_bytes: int = 256 << 20
     run: int = 64
     read_block: int = 256

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ggml_engine.errors import AllocationError, ComputeError, DeviceError, GraphError, OptionError
 from ggml_engine.ggml.library import Libraries, ffi, running_graph
-from ggml_engine.ggml.ops import GraphBuilder, Tensor, TensorContext
+from ggml_engine.ggml.ops import GraphBuilder, Tensor, TensorContext, wrap
 from ggml_engine.ggml.tensor_types import TensorType
 
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
@@ -278,8 +278,12 @@ def supports_op(libraries: Libraries, device: Device, tensor: Tensor) -> bool:
 
 def has_data(tensor: Tensor) -> bool:
     """Whether the tensor, or the one it is a view of, lies in a buffer."""
-    source = tensor.ptr if tensor.ptr.view_src == ffi.NULL else tensor.ptr.view_src
-    return bool(source.buffer != ffi.NULL and tensor.ptr.data != ffi.NULL)  # noqa: PLR1714  # no sets on the hot path
+    return _lies_in_buffer(tensor.ptr)
+
+
+def _lies_in_buffer(ptr: Any) -> bool:
+    source = ptr if ptr.view_src == ffi.NULL else ptr.view_src
+    return bool(source.buffer != ffi.NULL) and bool(ptr.data != ffi.NULL)
 
 
 def _check_range(tensor: Tensor, offset: int, n_bytes: int) -> None:
@@ -337,9 +341,9 @@ def _check_graph(builder: GraphBuilder, backends: Sequence[Backend], name: str) 
     if not 1 <= len(backends) <= _MAX_BACKENDS or backends[-1].device.kind != "cpu":
         kinds = [backend.device.kind for backend in backends]
         raise GraphError(f"{name}: 1 to {_MAX_BACKENDS} backends, the CPU's last, are needed, given {kinds}")
-    for tensor in builder.outside:
-        if not has_data(tensor):
-            raise GraphError(f"{name}: {tensor!r} of another context has no data yet")
+    for ptr in builder.outside:
+        if not _lies_in_buffer(ptr):
+            raise GraphError(f"{name}: {wrap(ptr)!r} of another context has no data yet")
 
 
 class Graph:
@@ -355,12 +359,12 @@ class Graph:
         self.libraries = libraries
         self.name = name
         _check_graph(builder, backends, name)
-        builder.has_graph = True
+        builder.seal()
         self._builder = builder
         self._backends = tuple(backends)
         self.n_nodes = int(libraries.base.ggml_graph_n_nodes(builder.cgraph))
         array = ffi.new("ggml_backend_t[]", [backend.ptr for backend in backends])
-        size = 2 * builder.graph_size  # splits add copies of inputs
+        size = builder.graph_size * (1 if len(backends) == 1 else 2)  # splits between backends add copies of inputs
         self._sched = libraries.base.ggml_backend_sched_new(array, ffi.NULL, len(backends), size, False, False)
         if self._sched == ffi.NULL:
             raise AllocationError(f"no scheduler could be had for {name}")

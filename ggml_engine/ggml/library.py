@@ -24,7 +24,7 @@ from typing import Any
 from ggml_engine.errors import LibraryError
 from ggml_engine.ggml._bindings import ffi
 
-__all__ = ["CHECKED_VERSIONS", "Libraries", "ffi", "load", "running_graph"]
+__all__ = ["CHECKED_VERSIONS", "Libraries", "ffi", "load", "restore_log", "running_graph"]
 
 # ggml release -> the llama-cpp-python that ships it
 CHECKED_VERSIONS = {"0.25.3": "0.3.36"}
@@ -111,13 +111,13 @@ def _open(directory: Path) -> Libraries:
 def _checked_version(base: Any, directory: Path) -> str:
     try:
         version: str = ffi.string(base.ggml_version()).decode("ascii", "replace")
-    except AttributeError as error:
+        overhead = int(base.ggml_tensor_overhead())
+    except (AttributeError, ffi.error) as error:  # cffi's for a symbol that is not there
         raise LibraryError(f"{directory} holds a ggml without a version. {_install_advice()}") from error
     if version not in CHECKED_VERSIONS:
         raise LibraryError(
             f"{directory} holds ggml {version}, checked are {', '.join(CHECKED_VERSIONS)}. {_install_advice()}"
         )
-    overhead = int(base.ggml_tensor_overhead())
     ours = _OBJECT_HEADER_BYTES + ffi.sizeof("struct ggml_tensor")
     if overhead != ours:
         raise LibraryError(
@@ -215,3 +215,10 @@ def load() -> Libraries:
             atexit.register(_silence_at_exit, libraries)
             _loaded = libraries
         return _loaded
+
+
+def restore_log() -> None:
+    """Take the native log back after something else took it, as importing `llama_cpp` does. Nothing before `load()`."""
+    with _lock:
+        if _loaded is not None:
+            _loaded.llama.llama_log_set(_on_log, ffi.NULL)

@@ -81,7 +81,7 @@ class Tensor:
     def span_bytes(self) -> int:
         """Bytes from the first element to one past the last."""
         if self.type.block_size == 1:
-            return self.nb[0] + sum((n - 1) * stride for n, stride in zip(self.ne, self.nb, strict=True))
+            return self.type.block_bytes + sum((n - 1) * stride for n, stride in zip(self.ne, self.nb, strict=True))
         rows = sum((n - 1) * stride for n, stride in zip(self.ne[1:], self.nb[1:], strict=True))
         return self.type.row_bytes(self.ne[0]) + rows
 
@@ -93,7 +93,7 @@ def wrap(ptr: Any) -> Tensor:
     """The Tensor behind a `struct ggml_tensor *`. Raises GraphError for null."""
     if ptr == ffi.NULL:
         raise GraphError("a null pointer is no tensor")
-    return Tensor(ptr, TensorType(ptr.type), tuple(ptr.ne), tuple(ptr.nb))
+    return Tensor(ptr, TYPES_BY_NUMBER[ptr.type], tuple(ffi.unpack(ptr.ne, 4)), tuple(ffi.unpack(ptr.nb, 4)))
 
 
 def _require(condition: bool, operation: str, reason: str, *tensors: Tensor) -> None:
@@ -184,8 +184,8 @@ class GraphBuilder(TensorContext):
         _require_tensor_count(max_tensors, 1)
         _require_tensor_count(n_outside, 0)
         self.has_graph = False
-        self.outside: list[Tensor] = []  # whose data must be there before the graph runs
-        self._addresses: set[int] = set()  # of every tensor in reach: made here, or outside
+        self.outside: list[Any] = []  # pointers; their data must be there before the graph runs
+        self._reached: set[Any] = set()  # pointers of all tensors, made here or outside; cffi's hash by address
         self.graph_size = max_tensors + n_outside
         overhead = libraries.base.ggml_graph_overhead_custom(self.graph_size, False)
         super().__init__(libraries, max_tensors, overhead)
@@ -194,17 +194,17 @@ class GraphBuilder(TensorContext):
     # ---- what is in reach
 
     def _note(self, ptr: Any) -> None:
-        self._addresses.add(_address(ptr))
+        self._reached.add(ptr)
 
     def _room(self, operation: str, *inputs: Tensor | None) -> Any:
         for tensor in inputs:
-            if tensor is not None:
+            if tensor is not None and tensor.ptr not in self._reached:
                 self._reach(operation, tensor.ptr)
         self._require_graph_room(operation)
         return super()._room(operation, *inputs)
 
     def _require_graph_room(self, operation: str) -> None:
-        if len(self._addresses) >= self.graph_size:
+        if len(self._reached) >= self.graph_size:
             raise GraphError(f"{operation}: the graph is full ({self.graph_size} tensors, those outside included)")
 
     def _reach(self, operation: str, ptr: Any) -> None:
@@ -212,12 +212,19 @@ class GraphBuilder(TensorContext):
         waiting = [ptr] if self.ctx else []
         while waiting:
             found = waiting.pop()
-            if found == ffi.NULL or _address(found) in self._addresses:
+            if found == ffi.NULL or found in self._reached:
                 continue
             self._require_graph_room(operation)
-            self._addresses.add(_address(found))
-            self.outside.append(wrap(found))
-            waiting += list(found.src)
+            self._reached.add(found)
+            self.outside.append(found)
+            if found.op:  # a leaf, which weights are, is made of nothing
+                waiting += list(found.src)
+
+    def seal(self) -> None:
+        """The graph gets its working memory: nothing more can be added, and the bookkeeping of its making goes."""
+        self.has_graph = True
+        self.outside.clear()
+        self._reached.clear()
 
     # ---- inputs, outputs, order
 
@@ -356,7 +363,6 @@ class GraphBuilder(TensorContext):
 
     def cont(self, a: Tensor, name: str = "") -> Tensor:
         """A contiguous copy."""
-        _require(a.type in FLOAT_TYPES or a.has_contiguous_rows, "cont", "this type cannot be transposed", a)
         return self._named(self.base.ggml_cont(self._room("cont", a), a.ptr), name)
 
     def cast(self, a: Tensor, tensor_type: TensorType, name: str = "") -> Tensor:
@@ -458,10 +464,6 @@ class GraphBuilder(TensorContext):
         result = self._named(ptr, name)
         self.base.ggml_prec_set_acc(ptr, self.base.GGML_PREC_F32)
         return result
-
-
-def _address(ptr: Any) -> int:
-    return int(ffi.cast("uintptr_t", ptr))
 
 
 def _batches_repeat(mask: Tensor, a: Tensor) -> bool:

@@ -54,6 +54,8 @@ class TensorType(IntEnum):
     Q1_0 = 41
     Q2_0 = 42
 
+    __hash__ = int.__hash__  # Enum's own is a Python function, and types are looked up for every graph node
+
     @property
     def block_size(self) -> int:
         """Elements per block; a row (ne0) is a whole number of blocks."""

@@ -9,7 +9,6 @@ nothing; no cost grows with the number of open sequences.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,6 +25,7 @@ from ggml_engine.errors import (
     StepError,
     UnknownSequenceError,
 )
+from ggml_engine.pool.arguments import checked_count, checked_int, checked_integers, checked_option
 from ggml_engine.pool.cell_table import CellTable
 from ggml_engine.pool.read_plan import ReadGeometry, VisibleCells, WindowRead, plan_read
 
@@ -122,10 +122,10 @@ class CellCache:
     """
 
     def __init__(self, capacity: int, windows: Sequence[int] = (0,), *, run: int = 64, read_block: int = 256) -> None:
-        capacity = _checked_option(capacity, "capacity", 1)
-        run = _checked_option(run, "run", 1)
-        read_block = _checked_option(read_block, "read_block", 1)
-        self._windows = tuple(_checked_option(window, "a window", 0) for window in windows)
+        capacity = checked_option(capacity, "capacity", 1)
+        run = checked_option(run, "run", 1)
+        read_block = checked_option(read_block, "read_block", 1)
+        self._windows = tuple(checked_option(window, "a window", 0) for window in windows)
         if not self._windows or len(set(self._windows)) < len(self._windows):
             raise OptionError(f"windows must be distinct and at least one, got {self._windows}")
         if run % read_block and read_block % run:
@@ -187,7 +187,10 @@ class CellCache:
         Raises UnknownSequenceError, and PositionError unless 0 <= to <= length(sequence).
         """
         found = self._find(sequence)
-        self._drop_from(found, _checked_position(to, found))
+        to = _checked_position(to, found)
+        if to != found.n_cells:
+            found.revision += 1
+            self._drop_from(found, to)
 
     def length(self, sequence: int) -> int:
         """How many positions of the sequence are committed. Raises UnknownSequenceError."""
@@ -199,7 +202,7 @@ class CellCache:
         False too when a step of the sequence was placed and not committed. Raises UnknownSequenceError, and StepError
         for a negative number of tokens.
         """
-        n_tokens = _checked_count(n_tokens)
+        n_tokens = checked_count(n_tokens)
         found = None if sequence is None else self._find(sequence)
         if n_tokens > self.free_cells or (found is not None and found.claim is not None):
             return False
@@ -225,7 +228,7 @@ class CellCache:
         UnknownSequenceError, PoolFullError when the cells that these tokens need are not free, and StepError when the
         array is not a list of at least one integer, or when a sequence has cells of a step that was not committed.
         """
-        ids = _checked_integers(sequences, "the sequences of a step", StepError)
+        ids = checked_integers(sequences, "the sequences of a step", StepError)
         if ids.size == 0:
             raise StepError("a step needs at least one token")
         extensions = []
@@ -275,13 +278,13 @@ class CellCache:
     # What the faces above are made of.
 
     def _checked_cell(self, cell: int) -> int:
-        cell = _checked_int(cell, "a cell", CacheError)
+        cell = checked_int(cell, "a cell", CacheError)
         if not 0 <= cell < self.capacity:
             raise CacheError(f"there is no cell {cell}, the pool has {self.capacity}")
         return cell
 
     def _find(self, sequence: int) -> _Sequence:
-        found = self._sequences.get(_checked_int(sequence, "a sequence", UnknownSequenceError))
+        found = self._sequences.get(checked_int(sequence, "a sequence", UnknownSequenceError))
         if found is None:
             raise UnknownSequenceError(f"no open sequence has the id {sequence} ({len(self._sequences)} are open)")
         return found
@@ -298,7 +301,6 @@ class CellCache:
         dropped = sequence.cells[to:]
         if dropped.size:
             sequence.n_cells = sequence.length = to
-            sequence.revision += 1
             self._table.release(dropped)
 
     def _place(self, step: Step) -> Placement:
@@ -389,7 +391,7 @@ class Step:
                 raise StepError(
                     f"the step is stale: sequence {extension.sequence.id} has changed since it was declared"
                 )
-        given = _checked_integers(positions, "the positions of a step", PositionError)
+        given = checked_integers(positions, "the positions of a step", PositionError)
         if given.shape != self.positions.shape:
             raise PositionError(f"the step has {self.positions.size} tokens, {given.size} positions were given")
         wrong = np.flatnonzero(given != self.positions)
@@ -464,46 +466,10 @@ def _group_by_sequence(ids: npt.NDArray[np.int64]) -> list[tuple[int, slice | np
     return groups
 
 
-def _checked_int(value: object, what: str, error: type[Exception]) -> int:
-    if isinstance(value, (bool, np.bool_)):
-        raise error(f"{what} is an integer, not {value!r}")
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise error(f"{what} is an integer, not {value!r}") from None
-
-
-def _checked_option(value: int, what: str, least: int) -> int:
-    checked = _checked_int(value, what, OptionError)
-    if checked < least:
-        raise OptionError(f"{what} must be at least {least}, got {checked}")
-    return checked
-
-
-def _checked_count(n_tokens: int) -> int:
-    checked = _checked_int(n_tokens, "a number of tokens", StepError)
-    if checked < 0:
-        raise StepError(f"a step cannot have {checked} tokens")
-    return checked
-
-
 def _checked_position(position: int, sequence: _Sequence) -> int:
-    checked = _checked_int(position, "a position", PositionError)
+    checked = checked_int(position, "a position", PositionError)
     if not 0 <= checked <= sequence.length:
         raise PositionError(
             f"position {checked} is outside of sequence {sequence.id}, which has {sequence.length} committed positions"
         )
     return checked
-
-
-def _checked_integers(values: npt.ArrayLike, what: str, error: type[CacheError]) -> npt.NDArray[np.int64]:
-    """A private i64 copy of a one-dimensional array of integers that fit i64."""
-    try:
-        array = np.asarray(values)
-    except (ValueError, TypeError, OverflowError):
-        raise error(f"{what} are a list of integers") from None
-    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-        raise error(f"{what} are a list of integers, got {array.dtype} {list(array.shape)}")
-    if array.dtype == np.uint64 and array.size and int(array.max()) > np.iinfo(np.int64).max:
-        raise error(f"{what} must fit 64 bits with a sign, got {int(array.max())}")
-    return array.astype(np.int64)

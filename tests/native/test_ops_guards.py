@@ -316,7 +316,7 @@ def test_more_outside_tensors_than_the_graph_holds_are_refused() -> None:
     with pytest.raises(GraphError, match="the graph is full"):
         builder.add(total, weights[3])
     builder.expand(total)
-    assert [tensor.name for tensor in builder.outside[:3]] == ["w0", "w1", "w2"]
+    assert [wrap(ptr).name for ptr in builder.outside[:3]] == ["w0", "w1", "w2"]
     outside.free()
 
 

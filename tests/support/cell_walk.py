@@ -43,7 +43,8 @@ def state_of(cache: CellCache) -> tuple[object, ...]:
     sequences = tuple(
         (s.id, s.length, s.n_cells, s.claim, s.revision, s.cells.tobytes()) for s in cache._sequences.values()
     )
-    tables = tuple(a.tobytes() for a in (table.positions, table._n_owners, table._n_free_by_residue, table._tops))
+    positions = np.where(table._n_owners != 0, table.positions, 0)  # a free cell has none
+    tables = tuple(a.tobytes() for a in (positions, table._n_owners, table._n_free_by_residue, table._tops))
     return table.n_used, cache._next_id, sequences, tables
 
 
@@ -215,19 +216,25 @@ class Walk:
         self.check()
 
 
-def random_walk(geometry: Geometry, seed: int, n_commands: int) -> Walk:
-    """A walk of random commands; the same seed gives the same walk."""
+def random_walk(geometry: Geometry, seed: int, n_commands: int, crowding: float = 0) -> Walk:
+    """A walk of random commands; the same seed gives the same walk.
+
+    `crowding` is the chance that a command which would give up cells is replaced by one that takes some: a crowded pool
+    is one where runs are broken into pieces.
+    """
     rng = random.Random(seed)
     walk = Walk(geometry)
     walk.open()
     for _ in range(n_commands):
-        _random_command(walk, rng)
+        _random_command(walk, rng, crowding)
     return walk
 
 
-def _random_command(walk: Walk, rng: random.Random) -> None:
+def _random_command(walk: Walk, rng: random.Random, crowding: float) -> None:
     sequences = walk.open_sequences
     draw = rng.random()
+    if (0.1 <= draw < 0.2 or 0.35 <= draw < 0.5) and rng.random() < crowding:
+        draw = 0.9
     if not sequences or (draw < 0.1 and len(sequences) < 9):
         walk.open()
         return

@@ -19,6 +19,7 @@ class NaiveCells:
         self.positions: list[int | None] = [None] * self.capacity
         self.held: dict[int, list[int]] = {}
         self.committed: dict[int, int] = {}
+        self.n_pieces = 0  # how often a cell was taken from a run that is not free to its end
 
     # Lifecycle; the engine chooses the ids.
 
@@ -96,6 +97,7 @@ class NaiveCells:
             stretches = {r: self._free_stretch(r, offset) for r in side}
             longest = max(stretches.values(), default=0)
             if longest:
+                self.n_pieces += 1
                 return min(r for r in side if stretches[r] == longest) * self.run + offset
         raise AssertionError("admission promised a cell")
 

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+CROWDED = Geometry(64, 8, 4, (0, 3))
 INDEX = st.integers(0, 30)
 
 
@@ -82,10 +83,16 @@ def test_a_random_walk_agrees_with_the_naive_model(geometry: Geometry, seed: int
     assert walk.cache.free_cells == walk.cache.capacity
 
 
+@pytest.mark.parametrize("seed", range(6), ids="seed={}".format)
+def test_a_walk_through_a_crowded_pool_agrees_with_the_naive_model(seed: int) -> None:  # R73 R74
+    walk = random_walk(CROWDED, seed, 90, crowding=0.8)
+    assert walk.model.n_pieces > 0, "the walk never came to broken runs: it shows nothing"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1_000, 1_300), ids="seed={}".format)
 def test_a_long_random_walk_agrees_with_the_naive_model(seed: int) -> None:  # R71 R73 R74
-    walk = random_walk(GEOMETRIES[seed % len(GEOMETRIES)], seed, 100)
+    walk = random_walk(GEOMETRIES[seed % len(GEOMETRIES)], seed, 100, crowding=seed % 3 * 0.4)
     for sequence in walk.open_sequences:
         walk.close(sequence)
     assert walk.cache.free_cells == walk.cache.capacity

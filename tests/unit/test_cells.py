@@ -18,6 +18,8 @@ from ggml_engine.errors import (
     StepError,
     UnknownSequenceError,
 )
+from ggml_engine.pool import cells
+from ggml_engine.pool.cell_table import CellTable
 from ggml_engine.pool.cells import BatchControl, CellCache, Placement
 
 
@@ -307,21 +309,25 @@ class TestSteps:
             with refused(cache, StepError, match="placed before"):
                 step.place(positions)
 
-    @pytest.mark.parametrize("change", ["close", "close_empty", "rewind", "place", "fail"])
+    @pytest.mark.parametrize(
+        "change", ["close", "close_empty", "rewind", "rewind_and_return", "place", "claim", "fail"]
+    )
     def test_a_step_is_stale_once_a_sequence_of_it_has_changed(self, change: str) -> None:  # R67
         cache = CellCache(256)
         a, b = opened(cache, 3), opened(cache, 0 if change == "close_empty" else 5)
         step = cache.declare([a, b])
         if change.startswith("close"):
             cache.close(b)
-        elif change == "rewind":
+        elif change.startswith("rewind"):
             cache.rewind(b, 2)
-            extend(cache, b, 3)
+            if change == "rewind_and_return":
+                extend(cache, b, 3)
         elif change == "place":
             extend(cache, b, 1)
         else:
             place(cache, [b])
-            cache.rewind(b, 5)
+            if change == "fail":
+                cache.rewind(b, 5)
         with refused(cache, StepError, match=f"sequence {b} has changed"):
             step.place([3, 5])
 
@@ -366,6 +372,21 @@ class TestSteps:
         with refused(cache, PositionError):
             step.place([0, 1, 3])
         assert cache.used_cells == 0
+
+    def test_a_placement_that_dies_in_planning_claims_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:  # R69 R73
+        def plan_read(*_: object) -> None:
+            raise MemoryError
+
+        cache = CellCache(256)
+        a, b = opened(cache, 3), opened(cache, 70)
+        step = cache.declare([a, b, b])
+        with monkeypatch.context() as patch:
+            patch.setattr(cells, "plan_read", plan_read)
+            before = state_of(cache)
+            with pytest.raises(MemoryError):
+                step.place([3, 70, 71])
+            assert state_of(cache) == before
+        assert step.place([3, 70, 71]).cells.tolist() == [3, 134, 135]
 
     def test_a_claim_can_be_rewound_further_than_where_it_began(self) -> None:  # R69
         cache = CellCache(64)
@@ -521,6 +542,33 @@ class TestPlacement:
         assert extend(cache, source, 2).cells.tolist() == [10, 11]
         # Offset 0 is free in the last run, whose offset 1 is taken: a piece of one cell.
         assert extend(cache, cache.open(), 1).cells.tolist() == [8]
+
+    @pytest.mark.parametrize(
+        ("taken", "previous", "chosen"),
+        [
+            # The longest piece above: 2 cells in run 2, 4 in run 3, 4 in run 4.
+            (["XXXXXXXX", "XXXXXX.X", "XXXX..XX", "XXX....X", "XX.....X"], 9, 28),
+            # Above before below, though the piece below is longer.
+            (["XXX....X", "XXXXXX.X", "XXXX..XX"], 9, 20),
+            # Below where nothing above is free.
+            (["XXXX..XX", "XXX....X", "XXXXXXXX", "XXXXXXXX"], 17, 12),
+        ],
+    )
+    def test_the_piece_of_a_broken_run_is_the_longest_above_else_below(
+        self, taken: list[str], previous: int, chosen: int
+    ) -> None:  # R73
+        table = CellTable(8 * len(taken), 8)
+        for cell, mark in enumerate("".join(taken)):
+            if mark == "X":
+                table.claim_from(cell, cell % 8, 1)
+        assert table.find_cell(4, previous) == chosen
+
+    def test_a_piece_ends_where_a_cell_is_taken(self) -> None:  # R73
+        table = CellTable(16, 8)
+        for cell in (0, 6, *range(8, 16)):
+            table.claim_from(cell, cell % 8, 1)
+        assert table.claim_from(3, 3, 5) == 3
+        assert table.n_used == 13
 
     def test_no_free_cell_that_fits_is_wasted(self) -> None:  # R73
         cache = CellCache(64, run=8, read_block=8)
