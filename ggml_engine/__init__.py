@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ggml_engine.control.generation import Generation
     from ggml_engine.engine import Engine
     from ggml_engine.ggml.gguf import GGUFFile
-    from ggml_engine.ggml.sampler import SamplerConfig
+    from ggml_engine.ggml.sampler_config import SamplerConfig
 
     __version__: str
 
@@ -90,7 +90,7 @@ _LAZY = {
     "GGUFFile": "ggml_engine.ggml.gguf",
     "GenConfig": "ggml_engine.control.config",
     "Generation": "ggml_engine.control.generation",
-    "SamplerConfig": "ggml_engine.ggml.sampler",
+    "SamplerConfig": "ggml_engine.ggml.sampler_config",
 }
 
 
