@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import subprocess
@@ -33,9 +34,14 @@ class Hub:
         self.status: tuple[int, str] | None = None  # answered to everything, with the hub's error code
         self.cut_after: int | None = None  # bytes of the next body, after which the connection is dropped
         self.ranges: list[str | None] = []
-        self.n_sent = 0
+        self.sent: list[int] = []  # bytes of each body, noted before its first byte goes out
+        self.storage: str | None = None  # another host, to which downloads are redirected
         self.requests: list[str] = []
-        self.authorization: str | None = None
+        self.authorization: dict[str, str | None] = {}  # by host and method
+
+    @property
+    def n_sent(self) -> int:
+        return sum(self.sent)
 
     def etag(self, name: str) -> str:
         return self.etags.get(name) or hashlib.sha256(self.files[name]).hexdigest()
@@ -57,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, *, body: bool) -> None:
         path = unquote(self.path.split("?")[0])
         self.hub.requests.append(f"{self.command} {path}")
-        self.hub.authorization = self.headers.get("Authorization")
+        self.hub.authorization[f"{self.command} {self.headers['Host']}"] = self.headers.get("Authorization")
         if self.hub.status is not None:
             status, code = self.hub.status
             self._send(status, b"{}", {"X-Error-Code": code} if code else {}, body=body)
@@ -87,11 +93,22 @@ class Handler(BaseHTTPRequestHandler):
             self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}, body=body)
             return
         content = self.hub.files[name]
+        if self.hub.storage is not None and self.headers["Host"] != self.hub.storage:
+            linked = {"X-Linked-Etag": f'"{self.hub.etag(name)}"', "X-Linked-Size": str(len(content))}
+            where = {"Location": f"http://{self.hub.storage}{self.path}", "X-Repo-Commit": COMMIT}
+            self._send(302, b"", {**linked, **where}, body=body)
+            return
         start = 0
         if body:
             wanted = self.headers.get("Range")
             self.hub.ranges.append(wanted)
             start = int(wanted.removeprefix("bytes=").rstrip("-")) if wanted else 0
+        end = len(content)
+        if body:
+            if self.hub.cut_after is not None:
+                end, self.hub.cut_after = start + self.hub.cut_after, None
+                self.close_connection = True
+            self.hub.sent.append(end - start)
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str(len(content) - start))
         if start:
@@ -101,12 +118,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("X-Repo-Commit", COMMIT)
         self.end_headers()
         if body:
-            end = len(content)
-            if self.hub.cut_after is not None:
-                end, self.hub.cut_after = start + self.hub.cut_after, None
-                self.close_connection = True
-            self.wfile.write(content[start:end])
-            self.hub.n_sent += end - start
+            with contextlib.suppress(ConnectionError):  # a client that stops midway
+                self.wfile.write(content[start:end])
 
 
 @pytest.fixture
@@ -277,7 +290,7 @@ def test_a_stopped_download_goes_on_where_it_was(server: tuple[Hub, str], fetch:
 
     with pytest.raises(StopError):
         fetch(progress=stop_midway)
-    held.n_sent = 0
+    held.sent.clear()
     held.ranges.clear()
     told: list[int] = []
     path = fetch(progress=lambda done, _total: told.append(done))
@@ -298,7 +311,7 @@ def test_a_dropped_connection_is_taken_up_again(server: tuple[Hub, str], fetch: 
     held.cut_after = 5 * CHUNK
     assert fetch().read_bytes() == CONTENT
     assert held.ranges == [None, f"bytes={5 * CHUNK}-"]
-    assert held.n_sent == len(CONTENT)
+    assert held.sent == [5 * CHUNK, len(CONTENT) - 5 * CHUNK]
 
 
 def test_a_partial_file_of_another_content_is_not_continued(
@@ -440,7 +453,16 @@ def test_a_place_that_cannot_be_written_is_told(server: tuple[Hub, str], tmp_pat
 def test_a_token_is_sent_to_the_hub(server: tuple[Hub, str], fetch: Callable[..., Path]) -> None:
     server[0].files["m.gguf"] = CONTENT
     fetch(token="hf_secret")
-    assert server[0].authorization == "Bearer hf_secret"
+    assert set(server[0].authorization.values()) == {"Bearer hf_secret"}
+
+
+def test_a_token_is_not_sent_to_the_storage_host(server: tuple[Hub, str], fetch: Callable[..., Path]) -> None:
+    held, endpoint = server
+    held.files["m.gguf"] = CONTENT
+    held.storage = endpoint.removeprefix("http://").replace("127.0.0.1", "localhost")
+    assert fetch(token="hf_secret").read_bytes() == CONTENT
+    assert held.authorization[f"GET {held.storage}"] is None
+    assert held.authorization[f"HEAD {endpoint.removeprefix('http://')}"] == "Bearer hf_secret"
 
 
 def test_without_huggingface_hub_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
