@@ -226,6 +226,7 @@ class GgmlExecutor:
             "cells_used": self.cache.used_cells,
             "cells_capacity": self.cache.capacity,
             "kv_bytes": self.cache.pool.n_bytes,
+            "kv_capacity_bytes": self.cache.capacity * self.cache.pool.bytes_per_cell,
             "graph_bytes": self.graphs.working_bytes,
         }
 
