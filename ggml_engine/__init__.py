@@ -94,7 +94,7 @@ _LAZY = {
 }
 
 
-def __getattr__(name: str) -> object:
+def _find(name: str) -> object:
     if name == "__version__":
         value: object = _installed_version()
     elif name in _LAZY:
@@ -103,6 +103,11 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+if not TYPE_CHECKING:
+    # a type checker that saw it would let every name pass
+    __getattr__ = _find
 
 
 def __dir__() -> list[str]:

@@ -53,7 +53,7 @@ def test_types_reach_a_program_through_the_installed_package(tmp_path: Path) -> 
     assert done.returncode == 0, done.stdout + done.stderr
     revealed = [line.split('"')[1].removeprefix("builtins.") for line in done.stdout.splitlines() if "Revealed" in line]
     assert revealed == REVEALED, done.stdout
-    wrong = _mypy(tmp_path, PROGRAM + "engine.generate(b'x')\nggml_engine.Motor\n")
+    wrong = _mypy(tmp_path, PROGRAM + "engine.generate(1.5)\nggml_engine.Motor\n")
     assert wrong.returncode == 1
     assert "arg-type" in wrong.stdout
     assert 'has no attribute "Motor"' in wrong.stdout
