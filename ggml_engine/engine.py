@@ -25,7 +25,9 @@ from ggml_engine.ggml.vocab import Vocabulary
 from ggml_engine.known_models import find_model
 from ggml_engine.models.model import Model, load_model
 from ggml_engine.models.weights import Cancel, Progress
-from ggml_engine.pool.kv_pool import kv_type as find_kv_type
+from ggml_engine.pool.kv_pool import bytes_per_cell
+from ggml_engine.pool.kv_types import KvFormat
+from ggml_engine.pool.kv_types import kv_type as find_kv_type
 
 Message = Mapping[str, object]
 
@@ -192,10 +194,9 @@ def _capacity(model: Model, ctx: int | None, kv_type_name: str) -> int:
         if isinstance(ctx, bool) or not isinstance(ctx, int) or ctx < 1:
             raise OptionError(f"ctx must be a positive number of cells, is {ctx!r}")
         return ctx
-    bytes_per_cell = sum(
-        find_kv_type(kv_type_name).row_bytes(layer.n_embd_k + layer.n_embd_v) for layer in model.hp.kv_layers()
-    )
-    affordable = int(_MEMORY_SHARE * cpu_device(model.libraries).memory_free) // bytes_per_cell
+    tensor_type = find_kv_type(kv_type_name)
+    n_bytes = bytes_per_cell(model.hp.kv_layers(), KvFormat(tensor_type, tensor_type))
+    affordable = int(_MEMORY_SHARE * cpu_device(model.libraries).memory_free) // n_bytes
     return max(1, min(model.hp.n_ctx_train, affordable))
 
 

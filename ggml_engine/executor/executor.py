@@ -25,11 +25,16 @@ from ggml_engine.ggml.ops import GraphBuilder
 from ggml_engine.models.attention import AttentionForm
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.model import Model
-from ggml_engine.pool.cell_cache import GgmlCellCache
-from ggml_engine.pool.kv_pool import VLayout, kv_type
+from ggml_engine.pool.kv_types import QUANTISED, KvFormat, kv_type
+from ggml_engine.pool.registry import CacheConfig, build_cache
 
 _NODES_PER_LAYER = 48  # an upper bound for every architecture here; a graph that needs more is refused, not cut
+_NODES_PER_PIECE = 8  # views, products and sums for every span that is read
 _NODES_BESIDE = 64
+
+# Rows that deterministic steps are a multiple of: kernels work on up to 8 rows at once, and on what is left over by
+# other code, which rounds differently.
+DETERMINISTIC_ROW_TILE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,8 @@ class ExecutorOptions:
 
     `capacity` is in cells. `attention` "auto" takes what is fast on the device: on a CPU the matmul form over V in
     columns, elsewhere flash attention over V in rows. `max_graph_bytes` bounds the working memory kept beside the
-    newest graph's.
+    newest graph's. `deterministic` makes a sequence's logits independent of what runs beside it, of how its tokens were
+    cut into steps, and of where its cells lie: bit for bit, at some cost in speed (docs/determinism.md).
     """
 
     capacity: int = 4096
@@ -47,6 +53,8 @@ class ExecutorOptions:
     v_layout: Literal["auto", "rows", "columns"] = "auto"
     k_type: str = "f16"
     v_type: str = "f16"
+    cache_kind: str = "batched_cell"
+    deterministic: bool = False
     max_graphs: int = 16
     max_graph_bytes: int = 256 << 20
     run: int = 64
@@ -59,24 +67,34 @@ class ExecutorOptions:
             raise OptionError(f"v_layout is auto, rows or columns, asked for {self.v_layout!r}")
         if self.attention == "flash" and self.v_layout == "columns":
             raise OptionError("attention 'flash' reads V in rows: it cannot go with v_layout 'columns'")
+        if self.deterministic and (self.attention == "flash" or self.v_layout == "rows"):
+            raise OptionError(
+                "deterministic mode takes the matmul form over V in columns: leave attention and v_layout"
+            )
         for name in ("capacity", "max_batch_tokens", "max_graphs", "run", "read_block"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionError(f"{name} must be a positive integer, is {value!r}")
 
-    def resolve(self, device_kind: str) -> tuple[AttentionForm, VLayout]:
-        """The form and layout that "auto" stands for on a kind of device."""
+    def resolve(self, device_kind: str) -> tuple[AttentionForm, KvFormat]:
+        """The form and storage that the options stand for on a kind of device.
+
+        Raises OptionError for what cannot go together.
+        """
+        k_type, v_type = kv_type(self.k_type), kv_type(self.v_type)
         form = self.attention
-        if form == "auto":
-            form = (
-                "matmul"
-                if self.v_layout == "columns" or (device_kind == "cpu" and self.v_layout != "rows")
-                else "flash"
-            )
+        if self.deterministic:
+            form = "matmul"
+        elif form == "auto":
+            needs_rows = self.v_layout == "rows" or v_type in QUANTISED or device_kind != "cpu"
+            form = "matmul" if self.v_layout == "columns" or not needs_rows else "flash"
         layout = self.v_layout
         if layout == "auto":
             layout = "rows" if form == "flash" else "columns"
-        return AttentionForm(form), layout
+        kv_format = KvFormat(k_type, v_type, layout)
+        if form == "matmul":
+            kv_format.check_matmul()
+        return AttentionForm(form), kv_format
 
 
 class GgmlExecutor:
@@ -85,18 +103,20 @@ class GgmlExecutor:
     def __init__(self, model: Model, options: ExecutorOptions | None = None) -> None:
         self.options = options or ExecutorOptions()
         self.model = model
-        self.form, layout = self.options.resolve(model.layer_backends[-1].device.kind)
-        self.cache = GgmlCellCache(
-            model.libraries,
-            model.hp.kv_layers(),
-            model.layer_backends,
-            self.options.capacity,
-            k_type=kv_type(self.options.k_type),
-            v_type=kv_type(self.options.v_type),
-            v_layout=layout,
-            run=self.options.run,
-            read_block=self.options.read_block,
+        self.form, kv_format = self.options.resolve(model.layer_backends[-1].device.kind)
+        self.cache = build_cache(
+            self.options.cache_kind,
+            CacheConfig(
+                model.libraries,
+                model.hp.kv_layers(),
+                model.layer_backends,
+                self.options.capacity,
+                kv_format,
+                self.options.run,
+                self.options.read_block,
+            ),
         )
+        self._row_tile = DETERMINISTIC_ROW_TILE if self.options.deterministic else 1
         self.graphs = GraphCache(self._build, self.options.max_graphs, self.options.max_graph_bytes)
         self.n_forwarded = 0
         self.n_rows_read = 0
@@ -163,7 +183,7 @@ class GgmlExecutor:
         if self.cache.pool.must_grow(placement.extent):
             self.graphs.clear()
             self.cache.pool.grow(placement.extent)
-        ready = self.graphs.get(GraphKey.of(batch, placement))
+        ready = self.graphs.get(GraphKey.of(batch, placement, self._row_tile))
         ready.inputs.fill(batch, placement)
         ready.graph.compute()
         logits = self._read(ready, batch.n_outputs)
@@ -186,16 +206,16 @@ class GgmlExecutor:
     def _read(self, ready: ReadyGraph, n_outputs: int) -> npt.NDArray[np.float32]:
         logits = np.empty((n_outputs, self.model.hp.n_vocab), np.float32)
         if ready.logits is not None:
-            get_data(self.model.libraries, ready.logits, logits)
+            get_data(self.model.libraries, ready.logits, logits)  # the first rows; padding comes last
         return logits
 
     def _build(self, key: GraphKey) -> ReadyGraph:
         hp = self.model.hp
-        n_joins = 2 * sum(len(spans) for spans in key.reads)  # views and joins of K and V
-        max_tensors = hp.n_layer * (_NODES_PER_LAYER + 2 * n_joins) + _NODES_BESIDE
+        n_pieces = sum(len(spans) for spans in key.reads)
+        max_tensors = hp.n_layer * (_NODES_PER_LAYER + _NODES_PER_PIECE * n_pieces) + _NODES_BESIDE
         b = GraphBuilder(self.model.libraries, max_tensors, len(self.model.weights) + 2 * hp.n_layer)
         try:
-            inputs = GraphInputs(b, key, self.cache, hp.n_vocab)
+            inputs = GraphInputs(b, key, self.cache, hp.n_vocab, join=self.options.deterministic)
             g = ModelGraph(
                 b,
                 hp,

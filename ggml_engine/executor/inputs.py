@@ -1,12 +1,17 @@
 """The tensors that a graph takes, and how they are filled for a step.
 
 One `GraphInputs` belongs to one graph. It is also the graph's way to the pool (`KvStore`): which rows it writes is an
-input, which rows it reads is part of its shape (`GraphKey`).
+input, which rows it reads is part of its shape (`GraphKey`). ggml computes in place over inputs, so every one is filled
+before every run.
+
+A step may be padded to a multiple of `row_tile` rows: kernels round by the number of rows, and with whole tiles each
+row's result is its own. A padding row repeats the last token, cell and all, and so writes the same bytes once more.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,40 +22,58 @@ from ggml_engine.ggml.backends import has_data, set_data
 from ggml_engine.ggml.ops import GraphBuilder, Tensor
 from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.attention import KvRows
-from ggml_engine.pool.cell_cache import GgmlCellCache
 from ggml_engine.pool.cells import Placement
+from ggml_engine.pool.kv_types import hadamard
+from ggml_engine.pool.registry import GgmlCache
 
 Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """All that a graph's shape depends on."""
+    """All that a graph's shape depends on. Rows and outputs are padded ones."""
 
     n_tokens: int
     n_outputs: int
+    selects_outputs: bool  # whether the outputs are not just all tokens in their order
     reads: tuple[Spans, ...]  # per window
 
     @classmethod
-    def of(cls, batch: Batch, placement: Placement) -> GraphKey:
+    def of(cls, batch: Batch, placement: Placement, row_tile: int = 1) -> GraphKey:
         """The key of a step."""
-        return cls(batch.n_tokens, batch.n_outputs, tuple(tuple(read.spans) for read in placement.reads))
+        reads = tuple(tuple(read.spans) for read in placement.reads)
+        n_outputs = batch.n_outputs
+        return cls(
+            _padded(batch.n_tokens, row_tile), _padded(n_outputs, row_tile), 0 < n_outputs < batch.n_tokens, reads
+        )
+
+
+def _padded(n: int, tile: int) -> int:
+    return -(-n // tile) * tile
+
+
+def _repeat_last(values: npt.NDArray[Any], n: int) -> npt.NDArray[Any]:
+    """`values` as a contiguous array of n, its last one repeated."""
+    if values.size == n:
+        return np.ascontiguousarray(values)
+    return np.concatenate((values, np.repeat(values[-1:], n - values.size)))
 
 
 class GraphInputs:
-    """The inputs of a graph of `key`'s shape, as tensors of `b`."""
+    """The inputs of a graph of `key`'s shape, as tensors of `b`. `join` as in `KvRows`."""
 
-    def __init__(self, b: GraphBuilder, key: GraphKey, cache: GgmlCellCache, n_vocab: int) -> None:
+    def __init__(self, b: GraphBuilder, key: GraphKey, cache: GgmlCache, n_vocab: int, *, join: bool = False) -> None:
         n = key.n_tokens
         self._b = b
         self._key = key
         self._cache = cache
         self._n_vocab = n_vocab
+        self._join = join
         self.tokens = b.input("inp_tokens", TensorType.I32, n)
         self.positions = b.input("inp_positions", TensorType.I32, n)
         self._cells = b.input("inp_cells", TensorType.I64, n)
         self._v_rows: dict[int, Tensor] = {}
-        if cache.pool.v_layout == "columns":
+        if cache.pool.format.v_layout == "columns":
             for width in sorted({layer.n_embd_v for layer in cache.pool.layers}):
                 self._v_rows[width] = b.input(f"inp_v_rows_{width}", TensorType.I64, n * width)
         self._masks = []
@@ -59,41 +82,64 @@ class GraphInputs:
             n_rows = sum(length for _, length in spans)
             self._masks.append(b.input(f"inp_mask_{index}", TensorType.F16, n_rows, n))
             self._mask_data.append(np.empty((n, n_rows), np.float16))
-        self.outputs: Tensor | None = None
-        if 0 < key.n_outputs < n:
-            self.outputs = b.input("inp_outputs", TensorType.I32, key.n_outputs)
+        self.outputs = b.input("inp_outputs", TensorType.I32, key.n_outputs) if key.selects_outputs else None
+        self._rotations: dict[int, Tensor] = {}
 
     # ---- KvStore
+
+    def rotate_k(self, layer: int, x: Tensor) -> Tensor:
+        """A query or key as the pool wants it."""
+        return self._rotate(x, self._cache.pool.format.k_rotation(self._cache.pool.layers[layer].head_k))
+
+    def rotate_v(self, layer: int, x: Tensor) -> Tensor:
+        """A value as the pool wants it, and back."""
+        return self._rotate(x, self._cache.pool.format.v_rotation(self._cache.pool.layers[layer].head_v))
+
+    def _rotate(self, x: Tensor, n: int | None) -> Tensor:
+        if n is None:
+            return x
+        if n not in self._rotations:
+            self._rotations[n] = self._b.input(f"inp_rotation_{n}", TensorType.F32, n, n)
+        return self._b.hadamard(x, self._rotations[n])
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store k and v in the step's cells."""
         width = self._cache.pool.layers[layer].n_embd_v
         self._cache.pool.write(self._b, layer, k, v, self._cells, self._v_rows.get(width, self._cells))
 
-    def read(self, layer: int, n_head_kv: int) -> KvRows:
+    def read(self, layer: int) -> KvRows:
         """What the step's queries see in this layer."""
         window = self._cache.window_of_layer[layer]
-        k, v = self._cache.pool.read(self._b, layer, n_head_kv, self._key.reads[window])
-        return KvRows(k, v, self._cache.pool.v_layout == "columns", self._masks[window])
+        k, v = self._cache.pool.read(self._b, layer, self._key.reads[window])
+        columns = self._cache.pool.format.v_layout == "columns"
+        return KvRows(k, v, columns, self._masks[window], self._join)
 
     # ---- filling
 
     def fill(self, batch: Batch, placement: Placement) -> None:
         """Set every input for a step of this shape. Raises InputError for a token id outside of the vocabulary."""
         check_tokens(batch.tokens, self._n_vocab)
-        libraries = self._b.libraries
-        set_data(libraries, self.tokens, batch.tokens)
-        set_data(libraries, self.positions, placement.positions)
-        set_data(libraries, self._cells, placement.cells)
+        n = self._key.n_tokens
+        self._set(self.tokens, _repeat_last(batch.tokens, n))
+        self._set(self.positions, _repeat_last(placement.positions, n))
+        cells = _repeat_last(placement.cells, n)
+        self._set(self._cells, cells)
         for width, tensor in self._v_rows.items():
-            set_data(libraries, tensor, self._cache.pool.v_row_ids(placement.cells, width))
+            self._set(tensor, self._cache.pool.v_row_ids(cells, width))
         for tensor, data, read in zip(self._masks, self._mask_data, placement.reads, strict=True):
             if not has_data(tensor):  # no layer of this graph reads through the window
                 continue
-            read.fill_mask(data)
-            set_data(libraries, tensor, data)
+            read.fill_mask(data[: batch.n_tokens])
+            data[batch.n_tokens :] = data[batch.n_tokens - 1]
+            self._set(tensor, data)
         if self.outputs is not None:
-            set_data(libraries, self.outputs, np.flatnonzero(batch.wants_logits).astype(np.int32))
+            wanted = np.flatnonzero(batch.wants_logits).astype(np.int32)
+            self._set(self.outputs, _repeat_last(wanted, self._key.n_outputs))
+        for size, tensor in self._rotations.items():
+            self._set(tensor, hadamard(size))
+
+    def _set(self, tensor: Tensor, values: npt.NDArray[Any]) -> None:
+        set_data(self._b.libraries, tensor, values)
 
 
 def check_tokens(tokens: npt.NDArray[np.int32], n_vocab: int) -> None:

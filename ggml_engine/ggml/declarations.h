@@ -38,6 +38,7 @@ enum ggml_prec {
     GGML_PREC_UNDEFINED = 0, GGML_PREC_DEFAULT = 0, GGML_PREC_F32 = 10, GGML_PREC_BF16 = 15, GGML_PREC_F16 = 20,
     GGML_PREC_Q8 = 30, GGML_PREC_Q4 = 40
 };
+enum ggml_op_hint { GGML_HINT_NONE = 0, GGML_HINT_SRC0_IS_HADAMARD = 1 };
 enum ggml_log_level {
     GGML_LOG_LEVEL_NONE = 0, GGML_LOG_LEVEL_DEBUG = 1, GGML_LOG_LEVEL_INFO = 2, GGML_LOG_LEVEL_WARN = 3,
     GGML_LOG_LEVEL_ERROR = 4, GGML_LOG_LEVEL_CONT = 5
@@ -148,6 +149,7 @@ struct ggml_tensor * ggml_rope_ext(struct ggml_context * ctx, struct ggml_tensor
 struct ggml_tensor * ggml_flash_attn_ext(struct ggml_context * ctx, struct ggml_tensor * q, struct ggml_tensor * k, struct ggml_tensor * v,
                                          struct ggml_tensor * mask, float scale, float max_bias, float logit_softcap);
 bool ggml_prec_set_acc(struct ggml_tensor * a, enum ggml_prec prec);
+void ggml_mul_mat_set_hint(struct ggml_tensor * a, enum ggml_op_hint hint);
 
 struct ggml_cgraph * ggml_new_graph_custom(struct ggml_context * ctx, size_t size, bool grads);
 size_t ggml_graph_overhead_custom(size_t size, bool grads);

@@ -321,6 +321,22 @@ class GraphBuilder(TensorContext):
             self.base.ggml_prec_set_acc(result.ptr, self.base.GGML_PREC_F32)
         return result
 
+    def hadamard(self, a: Tensor, matrix: Tensor, name: str = "") -> Tensor:
+        """Rows of `a`, f32, in pieces of n = matrix.ne[0] elements, each times a Hadamard matrix f32 [n, n].
+
+        The CPU uses a fast Walsh-Hadamard transform in place of the product. Its own inverse.
+        """
+        n = matrix.ne[0]
+        _require(
+            matrix.type == TensorType.F32 and matrix.ne == (n, n, 1, 1), "hadamard", "a square f32 matrix", a, matrix
+        )
+        _require(n & (n - 1) == 0, "hadamard", f"the matrix must have a power of two of rows, has {n}")
+        _require(a.type == TensorType.F32 and a.ne[0] % n == 0, "hadamard", f"f32 rows in pieces of {n}", a, matrix)
+        pieces = self.reshape(a, n, a.n_elements // n) if a.is_contiguous else self.cont_2d(a, n, a.n_elements // n)
+        rotated = self.mul_mat(matrix, pieces)
+        self.base.ggml_mul_mat_set_hint(rotated.ptr, self.base.GGML_HINT_SRC0_IS_HADAMARD)
+        return self.reshape(rotated, *a.ne[:3], name=name)
+
     # ---- shapes
 
     def reshape(self, a: Tensor, *ne: int, name: str = "") -> Tensor:

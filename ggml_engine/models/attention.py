@@ -7,10 +7,12 @@ that share a K/V head be rows of one product, so that K and V are read once per 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
+from ggml_engine.errors import GraphError
 from ggml_engine.ggml.ops import GraphBuilder, Tensor
 from ggml_engine.ggml.tensor_types import TensorType
 
@@ -24,22 +26,35 @@ class AttentionForm(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class KvRows:
-    """What a layer's queries read: k [head, rows, heads], v the same ("rows") or [rows, head, heads] ("columns")."""
+    """What a layer's queries read, in one or more pieces, in the order of the mask's rows.
 
-    k: Tensor
-    v: Tensor
+    A piece of k is [head, rows, heads], of v the same ("rows") or [rows, head, heads] ("columns"). `join` asks for one
+    sum over all rows, so that the result does not depend on how they were cut.
+    """
+
+    k: Sequence[Tensor]
+    v: Sequence[Tensor]
     v_is_columns: bool
     mask: Tensor  # f16 [rows, tokens]
+    join: bool = False
 
 
 class KvStore(Protocol):
     """Where a graph leaves and finds K and V; the cache's side of attention."""
 
+    def rotate_k(self, layer: int, x: Tensor) -> Tensor:
+        """A query or key [head, heads, tokens] as the store wants it; itself where nothing is rotated."""
+        ...
+
+    def rotate_v(self, layer: int, x: Tensor) -> Tensor:
+        """A value [head, heads, tokens] as the store wants it, and a mixed one back again."""
+        ...
+
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store k f32 [n_embd_k, tokens] and v f32 [n_embd_v, tokens] in the cells of this step's tokens."""
         ...
 
-    def read(self, layer: int, n_head_kv: int) -> KvRows:
+    def read(self, layer: int) -> KvRows:
         """What the step's queries see in this layer, its own tokens included."""
         ...
 
@@ -47,7 +62,7 @@ class KvStore(Protocol):
 def attend(
     b: GraphBuilder, q: Tensor, rows: KvRows, form: AttentionForm, scale: float, softcap: float, name: str
 ) -> Tensor:
-    """Attention of q f32 [head, heads, tokens] over `rows`: f32 [head_v * heads, tokens].
+    """Attention of q f32 [head, heads, tokens] over `rows`: f32 [head_v, heads, tokens], contiguous.
 
     `softcap` > 0 bounds the scores by a scaled tanh (Gemma Team 2024, arXiv:2408.00118).
     """
@@ -55,18 +70,54 @@ def attend(
     q = b.permute(q, 0, 2, 1, 3, name=f"{name}.q")  # [head, tokens, heads]
     if form is AttentionForm.FLASH:
         return _flash(b, q, rows, scale, softcap, name)
-    scores = b.mul_mat(rows.k, q, f"{name}.kq", f32_accumulation=True)  # [rows, tokens, heads]
+    if rows.join:
+        rows = _joined(b, rows)
+    scores = _concat(b, [b.mul_mat(k, q, f"{name}.kq", f32_accumulation=True) for k in rows.k], 0)
     if softcap > 0:
         scores = b.scale(b.tanh(b.scale(scores, 1.0 / softcap)), softcap, f"{name}.kq_capped")
-    weights = b.soft_max(scores, rows.mask, scale, f"{name}.kq_soft_max")
-    v = rows.v if rows.v_is_columns else b.cont(b.permute(rows.v, 1, 0, 2, 3), f"{name}.v_columns")
-    mixed = b.mul_mat(v, weights, f"{name}.kqv")  # [head_v, tokens, heads]
-    return b.cont_2d(b.permute(mixed, 0, 2, 1, 3), mixed.ne[0] * n_head, n_tokens, f"{name}.kqv_out")
+    weights = b.soft_max(scores, rows.mask, scale, f"{name}.kq_soft_max")  # [rows, tokens, heads]
+    mixed = _mix(b, rows, weights, name)  # [head_v, tokens, heads]
+    head_v = mixed.ne[0]
+    out = b.cont_2d(b.permute(mixed, 0, 2, 1, 3), head_v * n_head, n_tokens, f"{name}.kqv_out")
+    return b.reshape(out, head_v, n_head, n_tokens)
+
+
+def _mix(b: GraphBuilder, rows: KvRows, weights: Tensor, name: str) -> Tensor:
+    """Values by weights. Pieces are summed one after the other, each read where it lies."""
+    total = None
+    first = 0
+    for v in rows.v:
+        columns = v if rows.v_is_columns else b.cont(b.permute(v, 1, 0, 2, 3), f"{name}.v_columns")
+        n_rows = columns.ne[0]
+        part = weights
+        if len(rows.v) > 1:
+            shape = (n_rows, weights.ne[1], weights.ne[2])
+            part = b.view(weights, shape, weights.nb[1:3], first * weights.nb[0])
+        mixed = b.mul_mat(columns, part, f"{name}.kqv")
+        total = mixed if total is None else b.add(total, mixed)
+        first += n_rows
+    if total is None:
+        raise GraphError(f"{name}: nothing to attend to")
+    return total
 
 
 def _flash(b: GraphBuilder, q: Tensor, rows: KvRows, scale: float, softcap: float, name: str) -> Tensor:
+    rows = _joined(b, rows)
     # the kernel reads f16 or quantised rows; libllama casts f32 the same way
-    k = b.cast(rows.k, TensorType.F16, f"{name}.k_f16") if rows.k.type == TensorType.F32 else rows.k
-    v = b.cast(rows.v, TensorType.F16, f"{name}.v_f16") if rows.v.type == TensorType.F32 else rows.v
-    mixed = b.flash_attention(q, k, v, rows.mask, scale, softcap=softcap, name=f"{name}.flash")
-    return b.reshape(mixed, mixed.ne[0] * mixed.ne[1], mixed.ne[2], name=f"{name}.kqv_out")
+    k, v = (b.cast(x, TensorType.F16) if x.type == TensorType.F32 else x for x in (rows.k[0], rows.v[0]))
+    return b.flash_attention(q, k, v, rows.mask, scale, softcap=softcap, name=f"{name}.flash")
+
+
+def _joined(b: GraphBuilder, rows: KvRows) -> KvRows:
+    if len(rows.k) == 1:
+        return rows
+    k = _concat(b, rows.k, 1)
+    v = _concat(b, rows.v, 0 if rows.v_is_columns else 1)
+    return replace(rows, k=[k], v=[v])
+
+
+def _concat(b: GraphBuilder, parts: Sequence[Tensor], dim: int) -> Tensor:
+    joined = parts[0]
+    for part in parts[1:]:
+        joined = b.concat(joined, part, dim)
+    return joined

@@ -70,6 +70,7 @@ class ModelGraph:
 
         None in the last layer of a step that wants no logits: what it leaves behind is K and V.
         """
+        q, k, v = self.kv.rotate_k(il, q), self.kv.rotate_k(il, k), self.kv.rotate_v(il, v)
         for x in (q, v, k):
             self.b.expand(x)
         n_tokens = q.ne[2]
@@ -78,7 +79,9 @@ class ModelGraph:
         self.kv.write(il, k2, v2)  # before the read, which looks at the same memory
         if self.n_outputs == 0 and il == self.hp.n_layer - 1:
             return None
-        mixed = attend(self.b, q, self.kv.read(il, self.hp.n_head_kv[il]), self.form, scale, softcap, f"blk.{il}.attn")
+        heads = attend(self.b, q, self.kv.read(il), self.form, scale, softcap, f"blk.{il}.attn")
+        heads = self.kv.rotate_v(il, heads)
+        mixed = self.b.reshape(heads, heads.ne[0] * heads.ne[1], n_tokens, name=f"blk.{il}.attn.out")
         return self.linear(mixed, f"blk.{il}.attn_output")
 
     def only_outputs(self, x: Tensor) -> Tensor:

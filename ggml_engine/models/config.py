@@ -24,11 +24,25 @@ _MAX_SIZE = 1 << 24  # of any one dimension of a weight
 
 @dataclass(frozen=True, slots=True)
 class KvLayer:
-    """What one layer keeps per cell: elements of K and V, and how far back its queries see (0 = everything)."""
+    """What one layer keeps per cell: elements of K and V over `n_head` heads.
+
+    `window` is how far back its queries see (0 = everything).
+    """
 
     n_embd_k: int
     n_embd_v: int
     window: int = 0
+    n_head: int = 1
+
+    @property
+    def head_k(self) -> int:
+        """Elements of K per head."""
+        return self.n_embd_k // self.n_head
+
+    @property
+    def head_v(self) -> int:
+        """Elements of V per head."""
+        return self.n_embd_v // self.n_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +68,7 @@ class Hyperparameters:
     def kv_layers(self) -> tuple[KvLayer, ...]:
         """What each layer keeps per cell."""
         return tuple(
-            KvLayer(n_head_kv * self.n_embd_head_k, n_head_kv * self.n_embd_head_v, window)
+            KvLayer(n_head_kv * self.n_embd_head_k, n_head_kv * self.n_embd_head_v, window, n_head_kv)
             for n_head_kv, window in zip(self.n_head_kv, self.window, strict=True)
         )
 

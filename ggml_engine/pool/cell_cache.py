@@ -1,6 +1,7 @@
-"""`GgmlCellCache`: a `CellCache` over a `GgmlKvPool`.
+"""Caches over a `GgmlKvPool`: the bookkeeping of cells joined with their storage.
 
-Joins the bookkeeping of cells with their storage, and says which window each layer reads through.
+`GgmlCellCache` holds many sequences, `GgmlSequenceCache` one. Both say which window each layer reads through; a step's
+extent is grown to by the executor, which holds the graphs over the pool.
 """
 
 from __future__ import annotations
@@ -9,14 +10,24 @@ from collections.abc import Sequence
 
 from ggml_engine.ggml.backends import Backend
 from ggml_engine.ggml.library import Libraries
-from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.config import KvLayer
 from ggml_engine.pool.cells import CellCache
-from ggml_engine.pool.kv_pool import GgmlKvPool, VLayout
+from ggml_engine.pool.kv_pool import GgmlKvPool
+from ggml_engine.pool.kv_types import KvFormat
+from ggml_engine.pool.sequence_cache import SequenceCache
+
+
+def _windows(layers: Sequence[KvLayer]) -> list[int]:
+    return sorted({layer.window for layer in layers})
+
+
+def _window_of_layer(layers: Sequence[KvLayer]) -> tuple[int, ...]:
+    windows = _windows(layers)
+    return tuple(windows.index(layer.window) for layer in layers)
 
 
 class GgmlCellCache(CellCache):
-    """Many sequences over one pool of K and V. `pool` is the storage; a step's extent is grown to by the executor.
+    """Many sequences over one pool of K and V.
 
     `window_of_layer[il]` is the index into a placement's `reads` for layer il.
     """
@@ -28,18 +39,35 @@ class GgmlCellCache(CellCache):
         backends: Sequence[Backend],
         capacity: int,
         *,
-        k_type: TensorType = TensorType.F16,
-        v_type: TensorType = TensorType.F16,
-        v_layout: VLayout = "rows",
+        kv_format: KvFormat | None = None,
         run: int = 64,
         read_block: int = 256,
     ) -> None:
-        windows = sorted({layer.window for layer in layers})
-        super().__init__(capacity, windows, run=run, read_block=read_block)
-        self.window_of_layer = tuple(windows.index(layer.window) for layer in layers)
-        self.pool = GgmlKvPool(
-            libraries, layers, backends, self.capacity, k_type=k_type, v_type=v_type, v_layout=v_layout
-        )
+        super().__init__(capacity, _windows(layers), run=run, read_block=read_block)
+        self.window_of_layer = _window_of_layer(layers)
+        self.pool = GgmlKvPool(libraries, layers, backends, self.capacity, kv_format=kv_format)
+
+    def free(self) -> None:
+        """Free the pool; idempotent."""
+        self.pool.free()
+
+
+class GgmlSequenceCache(SequenceCache):
+    """One contiguous sequence over one pool of K and V."""
+
+    def __init__(
+        self,
+        libraries: Libraries,
+        layers: Sequence[KvLayer],
+        backends: Sequence[Backend],
+        capacity: int,
+        *,
+        kv_format: KvFormat | None = None,
+        read_block: int = 256,
+    ) -> None:
+        super().__init__(capacity, _windows(layers), read_block=read_block)
+        self.window_of_layer = _window_of_layer(layers)
+        self.pool = GgmlKvPool(libraries, layers, backends, self.capacity, kv_format=kv_format)
 
     def free(self) -> None:
         """Free the pool; idempotent."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,24 +18,10 @@ from ggml_engine.errors import CacheError, OptionError
 from ggml_engine.ggml.backends import Backend, Buffer, TensorContext, allocate_tensors, get_data, set_data
 from ggml_engine.ggml.library import Libraries
 from ggml_engine.ggml.ops import GraphBuilder, Tensor
-from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.config import KvLayer
+from ggml_engine.pool.kv_types import KvFormat, decode
 
-VLayout = Literal["rows", "columns"]
 Spans = Sequence[tuple[int, int]]
-
-KV_TYPES = {"f32": TensorType.F32, "f16": TensorType.F16}
-_NUMPY_TYPES: dict[TensorType, np.dtype[Any]] = {
-    TensorType.F32: np.dtype(np.float32),
-    TensorType.F16: np.dtype(np.float16),
-}
-
-
-def kv_type(name: str) -> TensorType:
-    """The K/V type of that name. Raises OptionError listing the known ones."""
-    if name not in KV_TYPES:
-        raise OptionError(f"a K/V type is one of {', '.join(KV_TYPES)}, asked for {name!r}")
-    return KV_TYPES[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +34,13 @@ class _LayerStorage:
     def free(self) -> None:
         self.buffer.free()
         self.context.free()
+
+
+def bytes_per_cell(layers: Sequence[KvLayer], kv_format: KvFormat) -> int:
+    """Bytes of one cell over all layers."""
+    return sum(
+        kv_format.k_type.row_bytes(layer.n_embd_k) + kv_format.v_type.row_bytes(layer.n_embd_v) for layer in layers
+    )
 
 
 class GgmlKvPool:
@@ -64,27 +56,19 @@ class GgmlKvPool:
         backends: Sequence[Backend],
         capacity: int,
         *,
-        k_type: TensorType = TensorType.F16,
-        v_type: TensorType = TensorType.F16,
-        v_layout: VLayout = "rows",
+        kv_format: KvFormat | None = None,
     ) -> None:
-        if v_layout not in {"rows", "columns"}:
-            raise OptionError(f"V is laid out in 'rows' or 'columns', asked for {v_layout!r}")
-        for what, tensor_type in (("K", k_type), ("V", v_type)):
-            if tensor_type not in _NUMPY_TYPES:
-                raise OptionError(f"{what} can be {', '.join(KV_TYPES)}, asked for {tensor_type.name.lower()}")
+        self.format = kv_format or KvFormat()
+        for layer in layers:
+            self.format.check_head("K", self.format.k_type, layer.head_k)
+            self.format.check_head("V", self.format.v_type, layer.head_v)
         if capacity < 1:
             raise OptionError(f"the capacity must be at least one cell, asked for {capacity}")
         self.libraries = libraries
         self.layers = tuple(layers)
         self.capacity = capacity
-        self.k_type = k_type
-        self.v_type = v_type
-        self.v_layout: VLayout = v_layout
         self._backends = tuple(backends)
-        self.bytes_per_cell = sum(
-            k_type.row_bytes(layer.n_embd_k) + v_type.row_bytes(layer.n_embd_v) for layer in layers
-        )
+        self.bytes_per_cell = bytes_per_cell(layers, self.format)
         self._check_memory()
         self.n_grown = 0
         self.rows = 1
@@ -110,9 +94,9 @@ class GgmlKvPool:
         try:
             for il, (layer, backend) in enumerate(zip(self.layers, self._backends, strict=True)):
                 context = TensorContext(self.libraries, 2)
-                v_shape = (rows, layer.n_embd_v) if self.v_layout == "columns" else (layer.n_embd_v, rows)
-                k = context.new_tensor(f"cache_k_l{il}", self.k_type, layer.n_embd_k, rows)
-                v = context.new_tensor(f"cache_v_l{il}", self.v_type, *v_shape)
+                v_shape = (rows, layer.n_embd_v) if self.format.v_layout == "columns" else (layer.n_embd_v, rows)
+                k = context.new_tensor(f"cache_k_l{il}", self.format.k_type, layer.n_embd_k, rows)
+                v = context.new_tensor(f"cache_v_l{il}", self.format.v_type, *v_shape)
                 try:
                     buffer = allocate_tensors(self.libraries, backend.buffer_type, [k, v])
                 except BaseException:
@@ -149,16 +133,15 @@ class GgmlKvPool:
         self.n_grown += 1
 
     def _copy(self, old: _LayerStorage, new: _LayerStorage) -> None:
-        k = np.empty(old.k.span_bytes, np.uint8)
-        get_data(self.libraries, old.k, k)
-        set_data(self.libraries, new.k, k)
-        v: npt.NDArray[Any] = np.empty(tuple(reversed(old.v.ne[:2])), _NUMPY_TYPES[self.v_type])
-        get_data(self.libraries, old.v, v)
-        if self.v_layout == "columns":
-            wide = np.zeros(tuple(reversed(new.v.ne[:2])), v.dtype)
-            wide[:, : v.shape[1]] = v
-            v = wide
-        set_data(self.libraries, new.v, v)
+        for source, target in ((old.k, new.k), (old.v, new.v)):
+            raw: npt.NDArray[np.uint8] = np.empty(source.span_bytes, np.uint8)
+            get_data(self.libraries, source, raw)
+            if self.format.v_layout == "columns" and source is old.v:
+                table = raw.reshape(source.ne[1], -1)
+                wide = np.zeros((target.ne[1], target.nb[1]), np.uint8)
+                wide[:, : table.shape[1]] = table
+                raw = wide.ravel()
+            set_data(self.libraries, target, raw)
 
     # ---- the graph's side
 
@@ -174,27 +157,23 @@ class GgmlKvPool:
         """
         storage = self._storage[layer]
         b.expand(b.set_rows(storage.k, k, cells, f"blk.{layer}.k_store"))
-        if self.v_layout == "rows":
+        if self.format.v_layout == "rows":
             b.expand(b.set_rows(storage.v, v, v_rows, f"blk.{layer}.v_store"))
             return
         flat = b.reshape(storage.v, 1, storage.v.n_elements)
         elements = b.reshape(v, 1, v.n_elements)
         b.expand(b.set_rows(flat, elements, v_rows, f"blk.{layer}.v_store"))
 
-    def read(self, b: GraphBuilder, layer: int, n_head: int, spans: Spans) -> tuple[Tensor, Tensor]:
-        """Add the reading of spans (first row, number) to a graph.
+    def read(self, b: GraphBuilder, layer: int, spans: Spans) -> tuple[list[Tensor], list[Tensor]]:
+        """Add the reading of spans (first row, number) to a graph: views, nothing is copied.
 
-        Gives k [head, rows, heads] and v [head, rows, heads], or [rows, head, heads] in "columns". One span is a view
-        and copies nothing; several are joined in their order.
+        Gives for each span k [head, rows, heads] and v [head, rows, heads], or [rows, head, heads] in "columns".
         """
         storage = self._storage[layer]
-        k = self._join(b, [self._row_heads(b, storage.k, n_head, span, f"blk.{layer}.k") for span in spans], 1)
-        if self.v_layout == "rows":
-            return k, self._join(
-                b, [self._row_heads(b, storage.v, n_head, span, f"blk.{layer}.v") for span in spans], 1
-            )
-        columns = [self._column_heads(b, storage.v, n_head, span, f"blk.{layer}.v") for span in spans]
-        return k, self._join(b, columns, 0)
+        n_head = self.layers[layer].n_head
+        k = [self._row_heads(b, storage.k, n_head, span, f"blk.{layer}.k") for span in spans]
+        view = self._row_heads if self.format.v_layout == "rows" else self._column_heads
+        return k, [view(b, storage.v, n_head, span, f"blk.{layer}.v") for span in spans]
 
     @staticmethod
     def _row_heads(b: GraphBuilder, x: Tensor, n_head: int, span: tuple[int, int], name: str) -> Tensor:
@@ -208,30 +187,29 @@ class GgmlKvPool:
         lo, n = span
         return b.view(x, (n, head, n_head), (x.nb[1], head * x.nb[1]), lo * x.nb[0], name)
 
-    @staticmethod
-    def _join(b: GraphBuilder, parts: Sequence[Tensor], dim: int) -> Tensor:
-        joined = parts[0]
-        for part in parts[1:]:
-            joined = b.concat(joined, part, dim)
-        return joined
-
     # ---- the checker's side
 
     def cell(self, layer: int, cell: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """K [n_embd_k] and V [n_embd_v] of one cell, as f32. Raises CacheError for a row that is not stored."""
+        """K [n_embd_k] and V [n_embd_v] of one cell as they are stored (rotated, where they are), as f32.
+
+        Raises CacheError for a row that is not stored.
+        """
         if not 0 <= cell < self.rows:
             raise CacheError(f"cell {cell} is not stored, the pool holds rows 0 to {self.rows - 1}")
         storage = self._storage[layer]
-        k = np.empty(storage.k.ne[0], _NUMPY_TYPES[self.k_type])
-        get_data(self.libraries, storage.k, k, cell * storage.k.nb[1])
-        if self.v_layout == "rows":
-            v = np.empty(storage.v.ne[0], _NUMPY_TYPES[self.v_type])
-            get_data(self.libraries, storage.v, v, cell * storage.v.nb[1])
-        else:
-            table = np.empty(tuple(reversed(storage.v.ne[:2])), _NUMPY_TYPES[self.v_type])
-            get_data(self.libraries, storage.v, table)
-            v = table[:, cell]
-        return k.astype(np.float32), v.astype(np.float32)
+        k = self._row(storage.k, cell)
+        if self.format.v_layout == "rows":
+            return decode(k, self.format.k_type), decode(self._row(storage.v, cell), self.format.v_type)
+        table = np.empty((storage.v.ne[1], storage.v.nb[1]), np.uint8)
+        get_data(self.libraries, storage.v, table)
+        n_bytes = self.format.v_type.block_bytes
+        v = np.ascontiguousarray(table[:, cell * n_bytes : (cell + 1) * n_bytes]).ravel()
+        return decode(k, self.format.k_type), decode(v, self.format.v_type)
+
+    def _row(self, tensor: Tensor, row: int) -> npt.NDArray[np.uint8]:
+        raw = np.empty(tensor.nb[1], np.uint8)
+        get_data(self.libraries, tensor, raw, row * tensor.nb[1])
+        return raw
 
     def free(self) -> None:
         """Free all storage; idempotent. Graphs over it must be gone."""

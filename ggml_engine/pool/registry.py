@@ -1,0 +1,105 @@
+"""Kinds of caches: how an executor is given one, and how someone adds a third.
+
+A kind is a name and a builder. `batched_cell` (also `batched`) is the cell cache: many sequences in one pool.
+`sequence` is one contiguous sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy.typing as npt
+
+from ggml_engine.errors import OptionError
+from ggml_engine.ggml.backends import Backend
+from ggml_engine.ggml.library import Libraries
+from ggml_engine.models.config import KvLayer
+from ggml_engine.pool.cell_cache import GgmlCellCache, GgmlSequenceCache
+from ggml_engine.pool.cells import BatchControl, Step
+from ggml_engine.pool.kv_pool import GgmlKvPool
+from ggml_engine.pool.kv_types import KvFormat
+
+
+class GgmlCache(BatchControl, Protocol):
+    """What an executor needs of a cache: batch control, planning, and where the K and V lie."""
+
+    @property
+    def pool(self) -> GgmlKvPool:
+        """The storage."""
+
+    @property
+    def window_of_layer(self) -> tuple[int, ...]:
+        """For each layer the index of its window in a placement's reads."""
+
+    def declare(self, sequences: npt.ArrayLike) -> Step:
+        """Admit a step; see `CellCache.declare`."""
+
+    def free(self) -> None:
+        """Free the storage; idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """What a cache is built from. `capacity` is in cells; `backends` has one for each layer."""
+
+    libraries: Libraries
+    layers: Sequence[KvLayer]
+    backends: Sequence[Backend]
+    capacity: int
+    kv_format: KvFormat
+    run: int = 64
+    read_block: int = 256
+
+
+CacheBuilder = Callable[[CacheConfig], GgmlCache]
+
+
+def _build_cells(config: CacheConfig) -> GgmlCache:
+    return GgmlCellCache(
+        config.libraries,
+        config.layers,
+        config.backends,
+        config.capacity,
+        kv_format=config.kv_format,
+        run=config.run,
+        read_block=config.read_block,
+    )
+
+
+def _build_sequence(config: CacheConfig) -> GgmlCache:
+    return GgmlSequenceCache(
+        config.libraries,
+        config.layers,
+        config.backends,
+        config.capacity,
+        kv_format=config.kv_format,
+        read_block=config.read_block,
+    )
+
+
+_BUILDERS: dict[str, CacheBuilder] = {
+    "batched_cell": _build_cells,
+    "batched": _build_cells,
+    "sequence": _build_sequence,
+}
+
+
+def cache_kinds() -> tuple[str, ...]:
+    """The known kinds."""
+    return tuple(_BUILDERS)
+
+
+def register_cache(kind: str, builder: CacheBuilder) -> None:
+    """Add a kind. Raises OptionError when the name is taken."""
+    if kind in _BUILDERS:
+        raise OptionError(f"there is a cache kind {kind!r} already")
+    _BUILDERS[kind] = builder
+
+
+def build_cache(kind: str, config: CacheConfig) -> GgmlCache:
+    """A cache of that kind. Raises OptionError listing the known ones."""
+    if kind not in _BUILDERS:
+        raise OptionError(f"there is no cache kind {kind!r}; there are: {', '.join(_BUILDERS)}")
+    return _BUILDERS[kind](config)
