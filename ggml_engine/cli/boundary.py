@@ -110,6 +110,7 @@ def _report(error: BaseException, settings: Settings) -> None:
         if settings.debug:
             click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
         click.echo(error_line(error), err=True)
+    _silence(sys.stderr)
 
 
 def _silence(*streams: TextIO | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ggml_engine.cli.boundary import debug_option
-from ggml_engine.cli.output import json_text, mib, one_line
+from ggml_engine.cli.output import TextOutput, json_text, mib, one_line
 from ggml_engine.cli.sections import SectionedCommand, option
 
 COLUMNS = ("name", "kind", "description", "memory free", "memory total")
@@ -20,7 +20,7 @@ def devices(as_json: bool) -> None:
     """List the devices that the installed ggml libraries know; any of the names can follow --device."""
     found = find_devices()
     if as_json:
-        click.echo(json_text(found))
+        TextOutput().write(f"{json_text(found)}\n")
         return
     rows = [
         (
@@ -33,8 +33,11 @@ def devices(as_json: bool) -> None:
         for device in found
     ]
     widths = [max(len(row[column]) for row in (COLUMNS, *rows)) for column in range(len(COLUMNS))]
+    lines = []
     for row in (COLUMNS, *rows):
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip() + "\n")
+    TextOutput().write("".join(lines))
 
 
 def find_devices() -> list[dict[str, Any]]:

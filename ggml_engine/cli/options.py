@@ -1,7 +1,6 @@
-"""The options that commands share: their one spelling, their help, and what they make.
+"""The options of a generation: their one spelling, their help, and the `GenConfig` that they make.
 
-Names and defaults are those of `SamplerConfig`, `GenConfig` and `Engine.load`; the first two are read from the
-dataclasses, the last are compared with the signature by a test. A value that its dataclass refuses is a usage error
+Names and defaults are those of `SamplerConfig` and `GenConfig`. A value that its dataclass refuses is a usage error
 that names the option. Imports nothing native.
 """
 
@@ -9,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 import click
@@ -23,13 +22,8 @@ from ggml_engine.ggml.sampler_config import MAX_SEED, SamplerConfig
 
 GENERATION: Final = "Generation"
 SAMPLING: Final = "Sampling"
-EXECUTION: Final = "Model and execution"
 
-KV_TYPES: Final = ("f16", "f32")
-ATTENTION_FORMS: Final = ("auto", "flash", "matmul")
-MAX_THREADS: Final = 512
-
-# numbers of SamplerConfig, in llama.cpp's order of samplers
+# the numbers of SamplerConfig, in the order of the help
 SAMPLER_HELP: Final[dict[str, str]] = {
     "temperature": "Spread of the draw; 0 always takes the likeliest token.",
     "top_k": "Draw from the K likeliest tokens; 0 is off.",
@@ -166,82 +160,6 @@ generation_options = together(
     ),
     option("--ignore-eos", section=GENERATION, is_flag=True, help="Go on after the model's end tokens."),
 )
-
-execution_options = together(
-    option(
-        "--ctx",
-        section=EXECUTION,
-        type=click.IntRange(min=1),
-        metavar="N",
-        show_default="the model's own, within half of the free memory",
-        help="Capacity in cells: tokens of K/V.",
-    ),
-    option(
-        "--threads",
-        section=EXECUTION,
-        type=click.IntRange(1, MAX_THREADS),
-        metavar="N",
-        show_default="the cores of this process",
-        help="Threads that compute.",
-    ),
-    option(
-        "--kv-type",
-        section=EXECUTION,
-        type=click.Choice(KV_TYPES),
-        default="f16",
-        show_default=True,
-        help="Number type of K and V.",
-    ),
-    option(
-        "--attention",
-        section=EXECUTION,
-        type=click.Choice(ATTENTION_FORMS),
-        default="auto",
-        show_default=True,
-        help="How attention is computed; auto takes what is fast on the device.",
-    ),
-    option(
-        "--device",
-        section=EXECUTION,
-        metavar="NAME",
-        default="auto",
-        show_default=True,
-        help="auto, cpu, metal, or a name that `ggml-engine devices` shows.",
-    ),
-    option(
-        "--gpu-layers",
-        section=EXECUTION,
-        type=click.IntRange(min=0),
-        metavar="N",
-        show_default="all, where the device is no CPU",
-        help="Layers on the device, from the end; the output is one more.",
-    ),
-    option(
-        "--mmap/--no-mmap",
-        section=EXECUTION,
-        default=True,
-        show_default=True,
-        help="Map the file, or copy it first (for files that may change meanwhile).",
-    ),
-    option(
-        "--batch-tokens",
-        "max_batch_tokens",
-        section=EXECUTION,
-        type=click.IntRange(min=1),
-        metavar="N",
-        default=512,
-        show_default=True,
-        help="Most tokens in one step of reading a prompt.",
-    ),
-)
-LOAD_OPTIONS: Final = (
-    "ctx", "threads", "device", "gpu_layers", "mmap", "kv_type", "attention", "max_batch_tokens"
-)  # fmt: skip
-
-
-def load_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of `Engine.load` among a command's values."""
-    return {name: values[name] for name in LOAD_OPTIONS}
 
 
 def generation_config(ctx: click.Context) -> GenConfig:

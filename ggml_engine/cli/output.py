@@ -51,7 +51,9 @@ class TextOutput:
         if self._stream is None:
             return
         if self._bytes is not None:
-            self._bytes.write(text.encode("utf-8", "replace"))
+            rest = memoryview(text.encode("utf-8", "surrogateescape"))  # paths may hold bytes that are no text
+            while rest:
+                rest = rest[self._bytes.write(rest) :]  # with PYTHONUNBUFFERED it may write a part
             self._bytes.flush()
             return
         self._stream.write(visible(text) if self._is_terminal else text)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ggml_engine.cli.boundary import debug_option
-from ggml_engine.cli.output import ProgressLine, mib
+from ggml_engine.cli.output import ProgressLine, TextOutput, mib
 from ggml_engine.cli.sections import OTHER, SectionedCommand, option
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def pull(source: str, directory: str | None, revision: str | None) -> None:
         path = fetch(source, bar, directory, revision)
     finally:
         bar.clear()
-    click.echo(str(path))
+    TextOutput().write(f"{path}\n")
 
 
 def fetch(source: str, progress: Progress, directory: str | None, revision: str | None) -> Path:

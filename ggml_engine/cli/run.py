@@ -14,13 +14,12 @@ import click
 
 from ggml_engine.cli import output, text_input
 from ggml_engine.cli.boundary import INTERRUPTED, debug_option
+from ggml_engine.cli.execution_options import execution_options, load_options
 from ggml_engine.cli.interrupts import Interrupts
 from ggml_engine.cli.options import (
     exclude,
-    execution_options,
     generation_config,
     generation_options,
-    load_options,
     sampling_options,
 )
 from ggml_engine.cli.sections import SectionedCommand, option, together
@@ -40,7 +39,13 @@ OUTPUT = "Output"
 
 _prompt_options = together(
     option("-f", "--file", "prompt_file", section=PROMPT, metavar="FILE", help="Prompt from a file; - is stdin."),
-    option("--system", section=PROMPT, metavar="TEXT", help="System message of the chat."),
+    option(
+        "--system",
+        section=PROMPT,
+        metavar="TEXT",
+        callback=lambda _ctx, _param, text: None if text is None else text_input.from_argument(text),
+        help="System message of the chat.",
+    ),
     option("--raw", section=PROMPT, is_flag=True, help="Continue the prompt as it is: no chat template."),
     option(
         "--parse-special", section=PROMPT, is_flag=True, help="With --raw: read control tokens that the prompt spells."
@@ -129,7 +134,7 @@ def _prompt(ctx: click.Context) -> str | None:
     if argument is not None and path is not None:
         raise click.UsageError("PROMPT and --file exclude each other", ctx)
     if argument is not None:
-        return str(argument)
+        return text_input.from_argument(argument)
     if path is not None and path != "-":
         return text_input.read_file(path)
     if path == "-" or not text_input.stdin_is_terminal():

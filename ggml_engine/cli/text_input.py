@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import BinaryIO, Final
 
@@ -27,6 +28,14 @@ def read_file(path: str) -> str:
 def read_stdin() -> str:
     """The text of standard input to its end; as `read_file`."""
     return "" if sys.stdin is None else _decoded(sys.stdin.buffer, "standard input")
+
+
+def from_argument(text: str) -> str:
+    """A text from the command line, whose bytes are read as UTF-8 also where the locale is plain ASCII."""
+    try:
+        return os.fsencode(text).decode("utf-8")
+    except UnicodeError as error:
+        raise InputError(f"an argument is not UTF-8: {text!r:.60}") from error
 
 
 def _decoded(file: BinaryIO, name: str) -> str:

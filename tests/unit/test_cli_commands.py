@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +92,18 @@ def test_a_failed_pull_is_one_line_and_code_1(monkeypatch, capsys) -> None:
     monkeypatch.setattr(pull_module, "fetch", fetch)
     assert main(["pull", "a/b"]) == 1
     assert capsys.readouterr() == ("", "ggml-engine: error: there is no repository a/b\n")
+
+
+def test_a_hub_that_does_not_answer_is_one_line_and_code_1(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        endpoint = f"http://127.0.0.1:{free.getsockname()[1]}"
+        done = subprocess.run(
+            [sys.executable, "-m", "ggml_engine.cli", "pull", "a/b", "--directory", str(tmp_path)],
+            capture_output=True, text=True, check=False, timeout=90, env={**os.environ, "HF_ENDPOINT": endpoint},
+        )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"ggml-engine: error: fetching a/b failed: .*\n", done.stderr)
 
 
 def test_ctrl_c_in_a_pull_is_code_130_without_a_traceback(monkeypatch, capsys) -> None:

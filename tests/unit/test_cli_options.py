@@ -14,7 +14,7 @@ import pytest
 from fake_engine import FakeEngine
 
 import ggml_engine.cli.run as run_module
-from ggml_engine.cli import options
+from ggml_engine.cli import execution_options, options
 from ggml_engine.cli.main import cli, main
 from ggml_engine.cli.reference import reference, shown_default
 from ggml_engine.control.config import GenConfig
@@ -94,8 +94,8 @@ def test_execution_options_have_the_names_and_defaults_of_engine_load() -> None:
 
     parameters = inspect.signature(Engine.load).parameters
     ctx = click.Context(RUN)
-    assert set(options.LOAD_OPTIONS) == set(parameters) - {"path", "progress", "cancel"}
-    for name in options.LOAD_OPTIONS:
+    assert set(execution_options.LOAD_OPTIONS) == set(parameters) - {"path", "progress", "cancel"}
+    for name in execution_options.LOAD_OPTIONS:
         assert RUN.make_context("run", ["m", "p"]).params[name] == parameters[name].default, name
         shown = shown_default(PARAMS[name], ctx)
         default = parameters[name].default
@@ -107,9 +107,9 @@ def test_choices_are_those_of_the_parts_that_take_them() -> None:
     from ggml_engine.ggml import backends
     from ggml_engine.pool.kv_pool import KV_TYPES
 
-    assert set(options.KV_TYPES) == set(KV_TYPES)
-    assert typing.get_args(typing.get_type_hints(Engine.load)["attention"]) == options.ATTENTION_FORMS
-    assert backends.MAX_THREADS == options.MAX_THREADS
+    assert set(execution_options.KV_TYPES) == set(KV_TYPES)
+    assert typing.get_args(typing.get_type_hints(Engine.load)["attention"]) == execution_options.ATTENTION_FORMS
+    assert backends.MAX_THREADS == execution_options.MAX_THREADS
 
 
 def test_execution_options_reach_engine_load(monkeypatch) -> None:
@@ -117,7 +117,7 @@ def test_execution_options_reach_engine_load(monkeypatch) -> None:
     monkeypatch.setattr(run_module, "load_engine", engine.load)
     args = ["--ctx", "99", "--threads", "3", "--device", "cpu", "--gpu-layers", "4", "--no-mmap", "--kv-type", "f32"]
     assert main(["run", "m", "p", *args, "--attention", "flash", "--batch-tokens", "16"]) == 0
-    given = {name: engine.load_options[name] for name in options.LOAD_OPTIONS}
+    given = {name: engine.load_options[name] for name in execution_options.LOAD_OPTIONS}
     assert given == {
         "ctx": 99, "threads": 3, "device": "cpu", "gpu_layers": 4, "mmap": False, "kv_type": "f32", "attention": "flash",
         "max_batch_tokens": 16,

@@ -11,23 +11,38 @@ from ggml_engine.cli.output import ProgressLine, TextOutput, mib, one_line, toke
 
 
 def stream(encoding: str, *, terminal: bool) -> io.TextIOWrapper:
-    made = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict", newline="")
+    made = io.TextIOWrapper(io.BufferedWriter(io.BytesIO()), encoding=encoding, errors="strict", newline="")
     made.isatty = lambda: terminal  # type: ignore[method-assign]
     return made
 
 
 def written(made: io.TextIOWrapper) -> bytes:
-    buffer = made.buffer
-    assert isinstance(buffer, io.BytesIO)
-    return buffer.getvalue()
+    """What has left all buffers."""
+    assert isinstance(made.buffer, io.BufferedWriter)
+    assert isinstance(made.buffer.raw, io.BytesIO)
+    return made.buffer.raw.getvalue()
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-16", "utf-8"])
 def test_files_and_pipes_get_utf_8_at_once_whatever_the_encoding(monkeypatch, encoding: str) -> None:
     out = stream(encoding, terminal=False)
     monkeypatch.setattr(sys, "stdout", out)
-    TextOutput().write("é🎉\x1b[0m\n")
+    output = TextOutput()
+    output.write("é🎉\x1b[0m\n")
     assert written(out) == "é🎉\x1b[0m\n".encode()
+    output.write("path-\udcff\n")
+    assert written(out).endswith(b"path-\xff\n")
+
+
+def test_a_write_that_takes_a_part_is_gone_on_with(monkeypatch) -> None:
+    class Slow(io.BytesIO):
+        def write(self, data) -> int:
+            return super().write(bytes(data[:3]))
+
+    slow = Slow()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(slow, encoding="utf-8"))
+    TextOutput().write("abcdefgh")
+    assert slow.getvalue() == b"abcdefgh"
 
 
 def test_a_terminal_gets_what_it_can_show_and_no_control_characters(monkeypatch) -> None:

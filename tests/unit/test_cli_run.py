@@ -269,6 +269,16 @@ def test_a_reader_that_has_gone_ends_it_quietly(engine, monkeypatch, capsys) -> 
     assert engine.closed
 
 
+def test_a_full_disk_is_one_line_and_code_1(engine, monkeypatch, capsys) -> None:
+    class Full(io.BytesIO):
+        def write(self, _data: object) -> int:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(Full(), encoding="utf-8", write_through=True))
+    assert main(["run", "m", "hello"]) == 1
+    assert capsys.readouterr().err == "ggml-engine: error: No space left on device\n"
+
+
 def test_a_closed_stdout_is_no_error(engine, monkeypatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["run", "m", "hello"]) == 0

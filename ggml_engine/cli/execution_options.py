@@ -1,0 +1,95 @@
+"""The options of loading and executing a model, which become the keywords of `Engine.load`.
+
+Names and defaults are those of its signature: a test compares them, since reading it here would load native code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import click
+
+from ggml_engine.cli.sections import option, together
+
+EXECUTION: Final = "Model and execution"
+
+KV_TYPES: Final = ("f16", "f32")
+ATTENTION_FORMS: Final = ("auto", "flash", "matmul")
+MAX_THREADS: Final = 512
+
+execution_options = together(
+    option(
+        "--ctx",
+        section=EXECUTION,
+        type=click.IntRange(min=1),
+        metavar="N",
+        show_default="the model's own, within half of the free memory",
+        help="Capacity in cells: tokens of K/V.",
+    ),
+    option(
+        "--threads",
+        section=EXECUTION,
+        type=click.IntRange(1, MAX_THREADS),
+        metavar="N",
+        show_default="the cores of this process",
+        help="Threads that compute.",
+    ),
+    option(
+        "--kv-type",
+        section=EXECUTION,
+        type=click.Choice(KV_TYPES),
+        default="f16",
+        show_default=True,
+        help="Number type of K and V.",
+    ),
+    option(
+        "--attention",
+        section=EXECUTION,
+        type=click.Choice(ATTENTION_FORMS),
+        default="auto",
+        show_default=True,
+        help="How attention is computed; auto takes what is fast on the device.",
+    ),
+    option(
+        "--device",
+        section=EXECUTION,
+        metavar="NAME",
+        default="auto",
+        show_default=True,
+        help="auto, cpu, metal, or a name that `ggml-engine devices` shows.",
+    ),
+    option(
+        "--gpu-layers",
+        section=EXECUTION,
+        type=click.IntRange(min=0),
+        metavar="N",
+        show_default="all, where the device is no CPU",
+        help="Layers on the device, from the end; the output is one more.",
+    ),
+    option(
+        "--mmap/--no-mmap",
+        section=EXECUTION,
+        default=True,
+        show_default=True,
+        help="Map the file, or copy it first (for files that may change meanwhile).",
+    ),
+    option(
+        "--batch-tokens",
+        "max_batch_tokens",
+        section=EXECUTION,
+        type=click.IntRange(min=1),
+        metavar="N",
+        default=512,
+        show_default=True,
+        help="Most tokens in one step of reading a prompt.",
+    ),
+)
+LOAD_OPTIONS: Final = (
+    "ctx", "threads", "device", "gpu_layers", "mmap", "kv_type", "attention", "max_batch_tokens"
+)  # fmt: skip
+
+
+def load_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of `Engine.load` among a command's values."""
+    return {name: values[name] for name in LOAD_OPTIONS}
