@@ -190,8 +190,8 @@ class Sampler:
     def _top(self, logits: NDArray[np.float32]) -> NDArray[np.int64] | None:
         """The `top_k` likeliest tokens, likeliest first, or None when equal logits leave their order open.
 
-        What libllama's top-k gives, without filling an array of all tokens: the k-th largest of the blocks' maxima is a
-        bound that at least k logits reach, and few others.
+        What libllama's top-k gives, without filling an array of all tokens: the k-th largest of the blocks' maxima is
+        a bound that at least k logits reach, and few others.
         """
         k = min(self.config.top_k, len(logits))
         n_blocks = len(logits) // _BLOCK

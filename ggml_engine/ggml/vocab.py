@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ggml_engine.errors import InputError, NativeError, VocabularyError
 from ggml_engine.ggml.library import ffi, load
-from ggml_engine.ggml.vocab_tables import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Tables, log, read_tables
+from ggml_engine.ggml.vocab_tables import CONTROL, UNKNOWN, USER_DEFINED, Tables, log, read_tables
 
 if TYPE_CHECKING:
     from ggml_engine.ggml.gguf import GGUFFile
@@ -81,12 +81,12 @@ class Vocabulary:
         self._dropped = tables.dropped
         self.bos: Final = self._find_special("bos", llama.llama_vocab_bos)
         self.eos: Final = self._find_special("eos", llama.llama_vocab_eos)
-        self.eot: Final = self._find_special("eot", llama.llama_vocab_eot)
+        self.eot: Final = self._special.get("eot")
         self.unknown: Final = self._special.get("unknown")
         self.adds_bos: Final = self.bos is not None and bool(llama.llama_vocab_get_add_bos(self.native))
         self.adds_eos: Final = self.eos is not None and bool(llama.llama_vocab_get_add_eos(self.native))
         self.adds_space: Final = tables.adds_space
-        self.end_tokens: Final = frozenset(self._find_ends(tables.named_ends))
+        self.end_tokens: Final = frozenset(self._find_ends(tables.turn_ends))
         count = ffi.new("int32_t *")
         suppressed = llama.llama_vocab_get_suppress_tokens(self.native, count)
         self.suppressed: Final = tuple(sorted({int(suppressed[i]) for i in range(count[0])} - {-1}))
@@ -197,7 +197,7 @@ class Vocabulary:
     def _blocks(self, text: str) -> Iterator[str]:
         if self.tokenizer != "gpt2":
             while len(text) > _BLOCK_CHARS:
-                cut = _find_cut(text)
+                cut = self._outside_special(text, _find_cut(text))
                 yield text[:cut]
                 text = text[cut:]
         elif not self._is_linear:
@@ -208,6 +208,15 @@ class Vocabulary:
                 text = text[cut:]
         if text:
             yield text
+
+    def _outside_special(self, text: str, cut: int) -> int:
+        """`cut`, or where the special token begins that it would tear apart."""
+        pattern, ids = self._special_patterns[True]
+        reach = min(max(map(len, ids), default=0), _BLOCK_CHARS // 4)
+        for match in pattern.finditer(text, cut - reach, cut + reach) if pattern else ():
+            if match.start() < cut < match.end():
+                return match.start()
+        return cut
 
     def _tokenize(self, text: str, parse_special: bool) -> NDArray[np.int32]:
         data = text.encode()
@@ -297,11 +306,10 @@ class Vocabulary:
         is_usable = 0 <= guess < self.n_tokens and self._is_hidden(guess)
         return guess if is_usable and name not in self._dropped else None
 
-    def _find_ends(self, named: Sequence[int]) -> Iterator[int]:
-        unusual = np.flatnonzero(self._types != NORMAL).tolist()
+    def _find_ends(self, turn_ends: Sequence[int]) -> Iterator[int]:
         fixed = {token for token in (self.eos, self.eot) if token is not None}
         fixed.update(self._special[name] for name in ("eom", "fim_pad", "fim_rep", "fim_sep") if name in self._special)
-        for token in {*named, *unusual, *fixed}:
+        for token in {*turn_ends, *fixed}:
             if self._llama.llama_vocab_is_eog(self.native, token) and (token in fixed or self._is_hidden(token)):
                 yield token
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -45,29 +45,48 @@ PRE_TOKENIZERS: Final = frozenset(_PRE_NAMES.split())
 # The values of `tokenizer.ggml.token_type` (enum llama_token_type).
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
-_SPECIAL_IDS: Final = tuple(
-    f"tokenizer.ggml.{name}_token_id"
-    for name in (
-        *("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask"),
-        *("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep", "prefix", "suffix", "middle"),
-    )
+_SPECIAL_NAMES: Final = (
+    *("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask"),
+    *("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep", "prefix", "suffix", "middle"),
 )
 _FLAGS: Final = tuple(
-    f"tokenizer.ggml.{name}"
-    for name in ("add_bos_token", "add_eos_token", "add_space_prefix", "remove_extra_whitespaces")
+    f"tokenizer.ggml.{name}" for name in ("add_bos_token", "add_eos_token", "remove_extra_whitespaces")
 )
 _BYTE_TEXT: Final = re.compile(rb"<0x[0-9A-Fa-f]{2}>")
 # Texts that libllama takes for ends of a turn, whatever the type of their token (llama-vocab.cpp).
-_END_TEXTS: Final = frozenset(
+_TURN_ENDS: Final = frozenset(
     text.encode()
     for text in (
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
         *("<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>"),
         *("<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
-        *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>"),
-        *("<REPO>", "<reponame>", "<|file_sep|>"),
     )
 )
+# Texts that give a token a role when the file names none for it. Unless the role is given, libllama compares all tokens
+# with all of them, an eighth of its load time. Role: its older name in files, and its texts, likeliest first.
+_ROLES: Final[dict[str, tuple[str | None, str]]] = {
+    "eot": (
+        None,
+        "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT] "
+        "<｜end▁of▁sentence｜> <end_of_utterance>",
+    ),
+    "eom": (None, "<|eom_id|>"),
+    "fim_pre": (
+        "prefix",
+        "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>",
+    ),
+    "fim_suf": (
+        "suffix",
+        "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>",
+    ),
+    "fim_mid": (
+        "middle",
+        "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>",
+    ),
+    "fim_pad": (None, "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]"),
+    "fim_rep": (None, "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>"),
+    "fim_sep": (None, "<|file_sep|>"),
+}
 # Tokens that libllama looks up without checking when the model's name says phi-3.
 _PHI3_TOKENS: Final = frozenset((b"</s>", b"<unk>", b"<s>", b"<|endoftext|>"))
 
@@ -81,9 +100,9 @@ class Tables:
     texts: list[bytes]
     types: NDArray[np.int32]  # [n_tokens]
     n_rows: int
-    special: dict[str, int]  # "bos" -> id, for those that the file names and that are in range
+    special: dict[str, int]  # "bos" -> id, for those in range that the file names or that a text implies
     dropped: frozenset[str]  # names whose id was out of range
-    named_ends: list[int]  # tokens whose text ends a turn
+    turn_ends: list[int]  # tokens whose text ends a turn
     adds_space: bool  # whether a text gets a space before its first word
     pieces: dict[int, bytes]  # the bytes of tokens that had to be renamed
     n_added: int
@@ -107,63 +126,45 @@ class _Reader:
 
     def read(self) -> Tables:
         tokenizer, pre = self.read_names()
-        tokens = self.metadata.array("tokenizer.ggml.tokens", GGUFType.STRING)
-        if not len(tokens):
-            raise self.error("tokenizer.ggml.tokens is empty")
-        texts = tokens.strings()
-        sizes = np.fromiter(map(len, texts), np.int64, len(texts))
-        if sizes.max() > MAX_TOKEN_BYTES:
-            longest = int(sizes.argmax())
-            raise self.error(f"token {longest} takes {sizes[longest]} bytes, the limit is {MAX_TOKEN_BYTES}")
+        texts, raw = self.read_texts()
         n_rows = self.read_rows(len(texts))
         types = self.read_types(texts)
         known = set(texts)
-        new_texts = texts
-        if len(known) != len(texts) or b"" in known:
-            new_texts = self.rename(texts)
+        new_texts = texts if len(known) == len(texts) and b"" not in known else self.rename(texts)
         pieces = {i: self.piece(tokenizer, texts, types, i) for i in _changed(texts, new_texts)}
         added = self.missing_bytes(known) if tokenizer == "llama" else []
+        turn_ends = [texts.index(text) for text in _TURN_ENDS & known]
+        special, dropped = self.special_ids(len(texts))
+        roles = self.roles(special, texts, known)
+        new_types = np.append(types, np.full(len(added), BYTE, "<i4"))
+        new_types[[*turn_ends, *roles.values()]] = CONTROL  # libllama makes them so, with a warning for each
 
-        entries: list[bytes | memoryview] = [
-            _text("general.architecture", b"llama"),
-            _text("tokenizer.ggml.model", tokenizer.encode()),
-        ]
-        if tokenizer == "gpt2" and pre:
-            entries.append(_text("tokenizer.ggml.pre", pre.encode()))
-        if (name := self.metadata.find_text("general.name")) and "phi" in name.lower() and known >= _PHI3_TOKENS:
-            entries.append(_text("general.name", name.encode()))
+        entries = self.name_entries(tokenizer, pre, known)
         if new_texts is texts and not added:
-            entries += [_array_head("tokenizer.ggml.tokens", GGUFType.STRING, len(texts)), self.raw(tokens, sizes)]
+            entries += [_array_head("tokenizer.ggml.tokens", GGUFType.STRING, len(texts)), raw]
         else:
             entries.append(_texts("tokenizer.ggml.tokens", [*new_texts, *added]))
-        entries.append(_numbers("tokenizer.ggml.token_type", np.append(types, np.full(len(added), BYTE, "<i4"))))
-        if tokenizer == "llama":
-            entries.append(self.scores(len(texts), len(added)))
-        else:
-            entries += self.merges()
-        special, dropped, id_entries = self.special_ids(len(texts))
-        entries += id_entries
-        entries += self.flags()
-        named_ends = [texts.index(text) for text in _END_TEXTS & known]
-        adds_space = tokenizer == "llama" and self.metadata.find_flag("tokenizer.ggml.add_space_prefix") is not False
+        entries.append(_numbers("tokenizer.ggml.token_type", new_types))
+        entries += [self.scores(len(texts), len(added))] if tokenizer == "llama" else self.merges()
+        special |= roles
+        entries += [*_ids(special), *self.flag_entries()]
         n_entries = sum(isinstance(entry, bytes) for entry in entries)  # a view is the rest of the entry before it
-        gguf: list[bytes | memoryview] = [struct.pack("<4sIQQ", b"GGUF", 3, 0, n_entries), *entries]
         for warning in self.warnings:
             log.warning("%s: %s", self.file.path, warning)
         return Tables(
-            tokenizer,
-            pre,
-            texts,
-            types,
-            n_rows,
-            special,
-            dropped,
-            named_ends,
-            adds_space,
-            pieces,
-            len(added),
-            gguf,
-            tuple(self.warnings),
+            tokenizer=tokenizer,
+            pre=pre,
+            texts=texts,
+            types=types,
+            n_rows=n_rows,
+            special=special,
+            dropped=dropped,
+            turn_ends=turn_ends,
+            adds_space=tokenizer == "llama" and self.metadata.find_flag("tokenizer.ggml.add_space_prefix") is not False,
+            pieces=pieces,
+            n_added=len(added),
+            gguf=[struct.pack("<4sIQQ", b"GGUF", 3, 0, n_entries), *entries],
+            warnings=tuple(self.warnings),
         )
 
     def error(self, reason: str) -> VocabularyError:
@@ -180,6 +181,18 @@ class _Reader:
                 f"the pre-tokenizer {pre[:80]!r} is unknown; known are {', '.join(sorted(PRE_TOKENIZERS))}"
             )
         return tokenizer, pre
+
+    def read_texts(self) -> tuple[list[bytes], memoryview]:
+        """The tokens' texts, and the same as the array's bytes in the file."""
+        tokens = self.metadata.array("tokenizer.ggml.tokens", GGUFType.STRING)
+        if not len(tokens):
+            raise self.error("tokenizer.ggml.tokens is empty")
+        texts = tokens.strings()
+        sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+        if sizes.max() > MAX_TOKEN_BYTES:
+            longest = int(sizes.argmax())
+            raise self.error(f"token {longest} takes {sizes[longest]} bytes, the limit is {MAX_TOKEN_BYTES}")
+        return texts, self.raw(tokens, int(sizes.sum()))
 
     def read_rows(self, n_tokens: int) -> int:
         embedding = self.file.tensors.get("token_embd.weight")
@@ -278,31 +291,52 @@ class _Reader:
         # a merge of unknown tokens is harmless: libllama falls back to the tokens of the bytes
         good = [merge for merge in merges if merge.find(b" ", 1) > 0]
         if len(good) == len(merges):
-            return [_array_head(key, GGUFType.STRING, len(merges)), self.raw(found, map(len, merges))]
+            return [_array_head(key, GGUFType.STRING, len(merges)), self.raw(found, sum(map(len, merges)))]
         self.warnings.append(f"{len(merges) - len(good)} of {len(merges)} merges hold no pair: left out")
         return [_texts(key, good)]
 
-    def raw(self, array: GGUFArray, sizes: Iterable[int] | NDArray[np.int64]) -> memoryview:
-        n_bytes = 8 * len(array) + int(sizes.sum() if isinstance(sizes, np.ndarray) else sum(sizes))
-        return self.file.parts[0].buffer[array.offset : array.offset + n_bytes]
+    def raw(self, array: GGUFArray, n_text_bytes: int) -> memoryview:
+        """A text array's bytes in the file: each text behind its length of 8 bytes."""
+        return self.file.parts[0].buffer[array.offset : array.offset + n_text_bytes + 8 * len(array)]
 
-    def special_ids(self, n_tokens: int) -> tuple[dict[str, int], frozenset[str], list[bytes]]:
-        special, dropped, entries = {}, [], []
-        for key in _SPECIAL_IDS:
+    def special_ids(self, n_tokens: int) -> tuple[dict[str, int], frozenset[str]]:
+        """The ids that the file names, and the names of those that are out of range."""
+        special, dropped = {}, []
+        for name in _SPECIAL_NAMES:
+            key = f"tokenizer.ggml.{name}_token_id"
             value = self.metadata.find_integer(key)
             if value is None:
                 continue
-            name = key.removeprefix("tokenizer.ggml.").removesuffix("_token_id")
             if 0 <= value < n_tokens:
                 special[name] = value
-                entries.append(_string(key) + struct.pack("<II", GGUFType.UINT32, value))
             else:
                 dropped.append(name)
                 self.warnings.append(f"{key} is {value}, the vocabulary has {n_tokens} tokens: ignored")
-        return special, frozenset(dropped), entries
+        return special, frozenset(dropped)
 
-    def flags(self) -> list[bytes]:
-        entries = []
+    @staticmethod
+    def roles(special: dict[str, int], texts: list[bytes], known: set[bytes]) -> dict[str, int]:
+        """The roles that tokens have by their text, where the file names none."""
+        found = {}
+        for role, (older, names) in _ROLES.items():
+            if role not in special and older not in special:
+                text = next((name for name in names.encode().split() if name in known), None)
+                if text is not None:
+                    found[role] = texts.index(text)
+        return found
+
+    def name_entries(self, tokenizer: str, pre: str, known: set[bytes]) -> list[bytes | memoryview]:
+        entries: list[bytes | memoryview] = [_text("general.architecture", b"llama")]
+        entries.append(_text("tokenizer.ggml.model", tokenizer.encode()))
+        if tokenizer == "gpt2" and pre:
+            entries.append(_text("tokenizer.ggml.pre", pre.encode()))
+        if (name := self.metadata.find_text("general.name")) and "phi" in name.lower() and known >= _PHI3_TOKENS:
+            entries.append(_text("general.name", name.encode()))
+        return entries
+
+    def flag_entries(self) -> list[bytes]:
+        # a space is put before words by Vocabulary, which knows where one text ends and another begins
+        entries = [_string("tokenizer.ggml.add_space_prefix") + struct.pack("<I?", GGUFType.BOOL, False)]
         for key in _FLAGS:
             value = self.metadata.find_flag(key)
             if value is not None:
@@ -311,6 +345,17 @@ class _Reader:
         if (found := self.metadata.find_array(key, GGUFType.INT32)) is not None:
             entries.append(_numbers(key, found.numpy()))
         return entries
+
+
+def _ids(special: dict[str, int]) -> list[bytes]:
+    ids = dict(special)
+    if "eos" in special:
+        # a role that no token has goes to the end token, which ends a generation as it is: libllama stops looking
+        ids = {role: special["eos"] for role, (older, _) in _ROLES.items() if older not in special} | special
+    entries = []
+    for name, token in ids.items():
+        entries.append(_string(f"tokenizer.ggml.{name}_token_id") + struct.pack("<II", GGUFType.UINT32, token))
+    return entries
 
 
 def _changed(old: list[bytes], new: list[bytes]) -> list[int]:

@@ -59,9 +59,7 @@ def write(path: Path, parts: dict[str, Any], *, n_rows: int | None = None) -> Pa
         key = "tokenizer.ggml." + names.get(name, name)
         if isinstance(value, np.ndarray):
             kind = {"f4": "FLOAT32", "i4": "INT32", "u1": "UINT8", "u4": "UINT32"}[value.dtype.str[1:]]
-            writer.add_key_value(
-                key, value.tolist(), gguf.GGUFValueType.ARRAY, sub_type=gguf.GGUFValueType[kind]
-            ) if len(value) else writer.add_array(key, [])
+            writer.add_key_value(key, value.tolist(), gguf.GGUFValueType.ARRAY, sub_type=gguf.GGUFValueType[kind])
         elif isinstance(value, bool):
             writer.add_bool(key, value)
         elif isinstance(value, int):
@@ -79,26 +77,37 @@ def write(path: Path, parts: dict[str, Any], *, n_rows: int | None = None) -> Pa
     return path
 
 
+def replaced(parts: dict[str, Any], name: str, changes: dict[int, Any]) -> dict[str, Any]:
+    """`parts` with some elements of one list changed; negative indices count from the end."""
+    values = list(parts[name])
+    for index, value in changes.items():
+        values[index] = value
+    return parts | {name: values}
+
+
 def in_child(code: str, *arguments: str | Path, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
     """Run Python code in a process of its own, where a death is only a return code."""
     command: Sequence[str] = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
+# Prints a line for each file before and after it was used, so that a death names its file.
 LOAD_AND_USE = """
 import sys
 from ggml_engine.errors import EngineError
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.vocab import Vocabulary
-text = "hello world \\U0001f600 \\u65e5\\u672c <s><|user|><tag> \\0 x"
-try:
-    vocabulary = Vocabulary.load(GGUFFile.open(sys.argv[1]))
-    for parse_special in (False, True):
-        ids = vocabulary.encode(text, add_special=True, parse_special=parse_special)
-        vocabulary.decode(ids)
-    for token in range(vocabulary.n_tokens):
-        vocabulary.piece(token), vocabulary.text(token), vocabulary.is_end(token)
-    print("loaded", len(vocabulary.warnings))
-except EngineError as error:
-    print(type(error).__name__, error)
+text = "hello world \\U0001f600 \\u65e5\\u672c <s><|user|><tag> \\0 x" + "." * 2_000
+for path in sys.argv[1:]:
+    print(path, end=" ", flush=True)
+    try:
+        vocabulary = Vocabulary.load(GGUFFile.open(path))
+        for token in range(vocabulary.n_tokens):
+            vocabulary.piece(token), vocabulary.text(token), vocabulary.is_end(token)
+        for parse_special in (False, True):
+            ids = vocabulary.encode(text, add_special=True, parse_special=parse_special)
+            vocabulary.decode(ids)
+        print("loaded", len(vocabulary.warnings), flush=True)
+    except EngineError as error:
+        print(type(error).__name__, error, flush=True)
 """

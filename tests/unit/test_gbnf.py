@@ -1,0 +1,84 @@
+"""Grammars are checked before libllama sees them: form, size, width, left recursion."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ggml_engine.errors import InputError
+from ggml_engine.ggml.gbnf import MAX_ELEMENTS, check_grammar
+
+GOOD = [
+    'root ::= "yes" | "no"',
+    "root  ::= [a-z]+ # comment\nother ::= root\n",
+    'root ::= ("a"*)*',
+    'root ::= "a"{2} "b"{2,} "c"{0,5}',
+    'root ::= item ("," item)*\r\nitem ::=\n  [0-9]+ |\n  "x"',
+    'root ::= "\\x41\\u00e9\\U0001F600\\n\\"" [^\\]\\-]',
+    "root ::= <[3]> !<think> .",
+    'root ::= "(" root ")" | "x"',
+    "root ::= " + "(" * 100 + '"a"' + ")" * 100,
+]
+BAD = [
+    ("", "no rule 'root'"),
+    ('foo ::= "a"', "no rule 'root'"),
+    ("root", "expected '::='"),
+    ("root ::= foo", "'foo'"),
+    ('root ::= "abc', "found the end"),
+    ("root ::= [a-", "found the end"),
+    ("root ::= []", "empty"),
+    ('root ::= ("a"', r"expected '\)'"),
+    ('root ::= "a")', "end of the line"),
+    ('root ::= "\\q"', "escapes"),
+    ('root ::= "\\U00110000"', "escapes"),
+    ('root ::= "\0"', "NUL"),
+    ('root ::= "\ud800"', "surrogate"),
+    ("root ::= *", "nothing stands before"),
+    ('root ::= "a"{5,2}', "not in order"),
+    ('root ::= "a"{2001}', "2000"),
+    ('root ::= "a"{0,9999999}', "bounds"),
+    ('root ::= "a"\nroot ::= "b"', "twice"),
+    ("root ::= <x", "<token>"),
+    ('root ::= root "a" | "b"', "left-recursive"),
+    ('root ::= a\na ::= b "x"\nb ::= a | "y"', "left-recursive"),
+    ('root ::= x root "z" | "q"\nx ::= y\ny ::= "" | "q"', "left-recursive"),
+    ("root ::= root", "left-recursive"),
+    ("root ::= " + "(" * 100_000, "nested"),
+    ("root ::= " + '"a"? ' * 17, "optional"),
+    ("root ::= " + "|".join(["[a]"] * 513), "ways to go on"),
+    ("root ::= " + f'"{"a" * 2000}"' + "{1000}", str(MAX_ELEMENTS)),
+    ("root ::= " + " ".join(["(.)"] * 5000), "rules"),
+    ("root ::= " + '"a"' * 100_000, "characters"),
+]
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_a_good_grammar_passes(text: str) -> None:
+    check_grammar(text)
+
+
+@pytest.mark.parametrize(("text", "reason"), BAD, ids=range(len(BAD)))
+def test_a_bad_grammar_is_refused_with_the_reason(text: str, reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        check_grammar(text)
+
+
+def test_the_message_gives_line_and_column() -> None:
+    with pytest.raises(InputError, match="line 2, column 9"):
+        check_grammar('root ::= x\nx ::= "a\\q"')
+
+
+def test_special_tokens_that_a_grammar_names_are_reported() -> None:
+    checked = check_grammar("root ::= <[3]> !<[4]> <think> !</think>")
+    assert checked.token_ids == (3, 4)
+    assert checked.token_texts == ("<think>", "</think>")
+
+
+@given(st.text(alphabet='rot:=a"[]()|*+?{},0129\\x-^.<>! \n#', max_size=60))
+def test_any_text_passes_or_is_an_input_error(text: str) -> None:
+    for grammar in (text, "root ::= " + text):
+        with contextlib.suppress(InputError):
+            check_grammar(grammar)
