@@ -14,7 +14,7 @@ from ggml_engine.cli.sections import option, together
 
 EXECUTION: Final = "Model and execution"
 
-KV_TYPES: Final = ("f16", "f32")
+KV_TYPES: Final = ("f32", "f16", "bf16", "q8_0", "q4_0")
 ATTENTION_FORMS: Final = ("auto", "flash", "matmul")
 MAX_THREADS: Final = 512
 

@@ -105,9 +105,9 @@ def test_execution_options_have_the_names_and_defaults_of_engine_load() -> None:
 def test_choices_are_those_of_the_parts_that_take_them() -> None:
     from ggml_engine.engine import Engine
     from ggml_engine.ggml import backends
-    from ggml_engine.pool.kv_pool import KV_TYPES
+    from ggml_engine.pool.kv_types import KV_TYPES
 
-    assert set(execution_options.KV_TYPES) == set(KV_TYPES)
+    assert tuple(KV_TYPES) == execution_options.KV_TYPES
     assert typing.get_args(typing.get_type_hints(Engine.load)["attention"]) == execution_options.ATTENTION_FORMS
     assert backends.MAX_THREADS == execution_options.MAX_THREADS
 
@@ -149,7 +149,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--threads", "100000"], "--threads"),
     (["--gpu-layers", "-1"], "--gpu-layers"),
     (["--batch-tokens", "0"], "--batch-tokens"),
-    (["--kv-type", "q4_0"], "--kv-type"),
+    (["--kv-type", "q5_9"], "--kv-type"),
     (["--attention", "fast"], "--attention"),
     (["--no-such-option"], "--no-such-option"),
 ]
