@@ -1,1 +1,123 @@
-"""ggml-engine: GGUF language models in a Python process, many sessions on one KV cache."""
+"""ggml-engine: GGUF language models in a Python process, many sessions on one KV cache.
+
+The public names. Importing the package loads no native library and no numpy: a name is imported when it is first used
+(PEP 562). Errors are plain Python and are here at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ggml_engine.errors import (
+    AllocationError,
+    CacheError,
+    CancelledError,
+    ChatTemplateError,
+    ClosedError,
+    ComputeError,
+    ContextLengthError,
+    DeviceError,
+    DownloadError,
+    EngineError,
+    GGUFError,
+    GraphError,
+    HyperparameterError,
+    InputError,
+    LibraryError,
+    ModelError,
+    ModelNotFoundError,
+    NativeError,
+    OptionError,
+    PoolFullError,
+    PositionError,
+    StepError,
+    UnknownSequenceError,
+    UnsupportedArchitectureError,
+    VocabularyError,
+    WeightError,
+)
+
+if TYPE_CHECKING:
+    from ggml_engine.control.config import GenConfig
+    from ggml_engine.control.conversation import Conversation
+    from ggml_engine.control.generation import Generation
+    from ggml_engine.engine import Engine
+    from ggml_engine.ggml.gguf import GGUFFile
+    from ggml_engine.ggml.sampler_config import SamplerConfig
+
+    __version__: str
+
+__all__ = [
+    "AllocationError",
+    "CacheError",
+    "CancelledError",
+    "ChatTemplateError",
+    "ClosedError",
+    "ComputeError",
+    "ContextLengthError",
+    "Conversation",
+    "DeviceError",
+    "DownloadError",
+    "Engine",
+    "EngineError",
+    "GGUFError",
+    "GGUFFile",
+    "GenConfig",
+    "Generation",
+    "GraphError",
+    "HyperparameterError",
+    "InputError",
+    "LibraryError",
+    "ModelError",
+    "ModelNotFoundError",
+    "NativeError",
+    "OptionError",
+    "PoolFullError",
+    "PositionError",
+    "SamplerConfig",
+    "StepError",
+    "UnknownSequenceError",
+    "UnsupportedArchitectureError",
+    "VocabularyError",
+    "WeightError",
+    "__version__",
+]
+
+_LAZY = {
+    "Conversation": "ggml_engine.control.conversation",
+    "Engine": "ggml_engine.engine",
+    "GGUFFile": "ggml_engine.ggml.gguf",
+    "GenConfig": "ggml_engine.control.config",
+    "Generation": "ggml_engine.control.generation",
+    "SamplerConfig": "ggml_engine.ggml.sampler_config",
+}
+
+
+def _find(name: str) -> object:
+    if name == "__version__":
+        value: object = _installed_version()
+    elif name in _LAZY:
+        value = getattr(import_module(_LAZY[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+if not TYPE_CHECKING:
+    # a type checker that saw it would let every name pass
+    __getattr__ = _find
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _installed_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415 - 10 ms that few programs need
+
+    try:
+        return version("ggml-engine")
+    except PackageNotFoundError:  # a frozen application, or a source tree on the path
+        return "0+unknown"

@@ -1,0 +1,42 @@
+"""What every test shares: in CI (the environment variable `CI`) or with `--no-skips`, a skipped test is a failed one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from typing import TypeVar
+
+import pytest
+
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--no-skips", action="store_true", help="a skipped or xfailed test fails, as it does where CI is set"
+    )
+
+
+def _refuse_skip(report: Report, config: pytest.Config) -> Report:
+    """A skip is a hole in what CI says: nobody reads its reason."""
+    if report.skipped and (config.getoption("--no-skips") or os.environ.get("CI")):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"{report.nodeid}: skipping is not allowed here. {reason}"
+        if hasattr(report, "wasxfail"):
+            del report.wasxfail
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    return _refuse_skip(report, item.config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    return _refuse_skip(report, collector.config)
