@@ -1,6 +1,7 @@
 """`Engine`: load a model and generate text, in a few lines.
 
-The front door of the package: puts together file, weights, vocabulary, executor and chat template.
+The front door of the package: puts together file, weights, vocabulary, executor and chat template. What the vocabulary
+does not need is imported while libllama parses it (`ggml_engine.loading`): that hides some tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -8,30 +9,25 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from ggml_engine.chat import ChatTemplate
-from ggml_engine.control.config import GenConfig
-from ggml_engine.control.conversation import Conversation, TokenHistory
-from ggml_engine.control.generation import Generation, PrefillProgress
-from ggml_engine.errors import ClosedError, OptionError
-from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
-from ggml_engine.ggml.backends import cpu_device
+from ggml_engine.errors import ClosedError
 from ggml_engine.ggml.gguf import GGUFFile
-from ggml_engine.ggml.vocab import Vocabulary
+from ggml_engine.ggml.vocab import PendingVocabulary, Vocabulary
 from ggml_engine.known_models import find_model
-from ggml_engine.models.model import Model, load_model
-from ggml_engine.models.weights import Cancel, Progress
-from ggml_engine.pool.kv_pool import bytes_per_cell
-from ggml_engine.pool.kv_types import KvFormat
-from ggml_engine.pool.kv_types import kv_type as find_kv_type
+
+if TYPE_CHECKING:
+    from ggml_engine.chat import ChatTemplate
+    from ggml_engine.control.config import GenConfig
+    from ggml_engine.control.conversation import Conversation, TokenHistory
+    from ggml_engine.control.generation import Generation, PrefillProgress
+    from ggml_engine.executor.executor import GgmlExecutor
+    from ggml_engine.models.model import Model
+    from ggml_engine.models.weights import Cancel, Progress
 
 Message = Mapping[str, object]
-
-_MEMORY_SHARE = 0.5  # of the free memory that a default capacity may come to
 
 
 class Engine:
@@ -42,9 +38,9 @@ class Engine:
     its `cancel` may be called from any.
     """
 
-    def __init__(self, file: GGUFFile, model: Model, vocabulary: Vocabulary, executor: GgmlExecutor) -> None:
+    def __init__(self, file: GGUFFile, vocabulary: Vocabulary, executor: GgmlExecutor) -> None:
         self.file = file
-        self.model = model
+        self.model: Model = executor.model
         self.vocabulary = vocabulary
         self.executor = executor
         self._template: ChatTemplate | None = None
@@ -75,30 +71,31 @@ class Engine:
         first, for files that may change meanwhile. Raises ModelNotFoundError, GGUFError, ModelError, LibraryError,
         OptionError, AllocationError, CancelledError; nothing stays allocated.
         """
-        file = GGUFFile.open(find_model(path), mmap=mmap)
-        try:
-            with ThreadPoolExecutor(1, "ggml-engine-vocabulary") as pool:
-                # parsing the vocabulary takes longer than mapping the weights, and needs no GIL
-                vocabulary = pool.submit(Vocabulary.load, file)
-                model = load_model(
-                    file, device=device, gpu_layers=gpu_layers, threads=threads, progress=progress, cancel=cancel
-                )
-                try:
-                    options = ExecutorOptions(
-                        capacity=_capacity(model, ctx, kv_type),
-                        max_batch_tokens=max_batch_tokens,
-                        attention=attention,
-                        k_type=kv_type,
-                        v_type=kv_type,
-                    )
-                    executor = GgmlExecutor(model, options)
-                    return cls(file, model, vocabulary.result(), executor)
-                except BaseException:
-                    model.free()
-                    raise
-        except BaseException:
-            file.close()
-            raise
+        with ExitStack() as undo:
+            file = GGUFFile.open(find_model(path), mmap=mmap)
+            undo.callback(file.close)
+            # parsing the vocabulary takes longest and needs no lock of Python's: all else is done beside it
+            pending = PendingVocabulary(file)
+            undo.callback(pending.wait)
+            from ggml_engine.loading import load_executor  # noqa: PLC0415  # beside the parsing, see above
+
+            executor = load_executor(
+                file,
+                progress=progress,
+                cancel=cancel,
+                ctx=ctx,
+                threads=threads,
+                device=device,
+                gpu_layers=gpu_layers,
+                kv_type=kv_type,
+                attention=attention,
+                max_batch_tokens=max_batch_tokens,
+            )
+            undo.callback(executor.model.free)
+            undo.callback(executor.close_all)
+            engine = cls(file, pending.result(), executor)
+            undo.pop_all()
+        return engine
 
     # ---- text
 
@@ -121,7 +118,7 @@ class Engine:
             tokens: Sequence[int] = encoded.tolist()
         else:
             tokens = prompt
-        return self._new_owner().generate_from(tokens, _with_max_tokens(config, max_tokens), on_prefill)
+        return self._history().generate_from(tokens, config, max_tokens=max_tokens, on_prefill=on_prefill)
 
     def chat(
         self,
@@ -138,11 +135,13 @@ class Engine:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         tokens = self.encode_chat(messages)
-        return self._new_owner().generate_from(tokens, _with_max_tokens(config, max_tokens), on_prefill)
+        return self._history().generate_from(tokens, config, max_tokens=max_tokens, on_prefill=on_prefill)
 
     def conversation(self, system: str | None = None) -> Conversation:
         """A chat that keeps its sequence: every turn forwards only what is new."""
-        return Conversation(self._new_owner(), self.encode_chat, system)
+        from ggml_engine.control.conversation import Conversation  # noqa: PLC0415  # see above
+
+        return Conversation(self._history(), self.encode_chat, system)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a rendered chat, ready for the assistant's turn."""
@@ -152,6 +151,8 @@ class Engine:
     @property
     def template(self) -> ChatTemplate:
         """The file's chat template. Raises ChatTemplateError when it has none."""
+        from ggml_engine.chat import ChatTemplate  # noqa: PLC0415  # see above
+
         if self._template is None:
             vocabulary = self.vocabulary
             self._template = ChatTemplate.from_metadata(
@@ -162,7 +163,9 @@ class Engine:
             )
         return self._template
 
-    def _new_owner(self) -> TokenHistory:
+    def _history(self) -> TokenHistory:
+        from ggml_engine.control.conversation import TokenHistory  # noqa: PLC0415  # see above
+
         if self._closed:
             raise ClosedError("the engine was closed")
         return TokenHistory(self.executor, self.vocabulary)
@@ -186,20 +189,3 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _capacity(model: Model, ctx: int | None, kv_type_name: str) -> int:
-    """Cells: `ctx`, or the model's own context as far as half of the free memory goes."""
-    if ctx is not None:
-        if isinstance(ctx, bool) or not isinstance(ctx, int) or ctx < 1:
-            raise OptionError(f"ctx must be a positive number of cells, is {ctx!r}")
-        return ctx
-    tensor_type = find_kv_type(kv_type_name)
-    n_bytes = bytes_per_cell(model.hp.kv_layers(), KvFormat(tensor_type, tensor_type))
-    affordable = int(_MEMORY_SHARE * cpu_device(model.libraries).memory_free) // n_bytes
-    return max(1, min(model.hp.n_ctx_train, affordable))
-
-
-def _with_max_tokens(config: GenConfig | None, max_tokens: int | None) -> GenConfig:
-    config = config or GenConfig()
-    return config if max_tokens is None else replace(config, max_tokens=max_tokens)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from ggml_engine.control.config import GenConfig
 from ggml_engine.control.generation import Generation, PrefillProgress
@@ -39,14 +40,22 @@ class TokenHistory:
         self._generation = None if generation is None else weakref.ref(generation)
 
     def generate_from(
-        self, tokens: Sequence[int], config: GenConfig, on_prefill: PrefillProgress | None = None
+        self,
+        tokens: Sequence[int],
+        config: GenConfig | None = None,
+        *,
+        max_tokens: int | None = None,
+        on_prefill: PrefillProgress | None = None,
     ) -> Generation:
-        """Generate after the whole history `tokens`.
+        """Generate after the whole history `tokens`; `max_tokens` stands for the one in `config`.
 
         Rewinds to the longest common prefix with what is held, at least one token short of the end, and forwards
         the rest. A generation of this sequence that has not ended yet cannot be continued afterwards. Raises
         InputError, ContextLengthError (then nothing has changed).
         """
+        config = config or GenConfig()
+        if max_tokens is not None:
+            config = replace(config, max_tokens=max_tokens)
         wanted = self._vocabulary.check_tokens(tokens)
         kept = min(_common_prefix(self.tokens, wanted.tolist()), max(0, int(wanted.size) - 1))
         if wanted.size > self._executor.cache.capacity:
@@ -93,6 +102,6 @@ class Conversation:
         Raises ChatTemplateError, InputError, ContextLengthError: then the turn was not taken.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        reply = self._history.generate_from(self._encode_chat(messages), config or GenConfig(), on_prefill)
+        reply = self._history.generate_from(self._encode_chat(messages), config, on_prefill=on_prefill)
         self._messages, self._reply = messages, reply
         return reply

@@ -13,7 +13,7 @@ import codecs
 import contextlib
 import os
 import re
-import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -95,11 +95,10 @@ class Vocabulary:
     def load(cls, file: GGUFFile) -> Vocabulary:
         """The vocabulary of an open model file, which is not needed afterwards.
 
-        About 0.35 s for 262,144 tokens, most of it inside libllama and without Python's lock, so that it can run in a
-        thread beside the weights. VocabularyError when the tables are unusable; repaired faults are `warnings`.
+        About 0.35 s for 262,144 tokens, most of it inside libllama; `PendingVocabulary` lets that run beside other
+        work. VocabularyError when the tables are unusable; repaired faults are `warnings`.
         """
-        tables = read_tables(file)
-        return cls(tables, _load_native(tables.gguf, file.path))
+        return PendingVocabulary(file).result()
 
     def __repr__(self) -> str:
         return f"Vocabulary({self.tokenizer}, {self.n_tokens} tokens, {self.n_rows} rows)"
@@ -314,6 +313,39 @@ class Vocabulary:
                 yield token
 
 
+class PendingVocabulary:
+    """A vocabulary whose tables are checked already and which libllama parses in a thread, without Python's lock.
+
+    The constructor raises VocabularyError when the tables are unusable. Ask for the `result`, or `wait`, before the
+    process goes on without it.
+    """
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._tables = read_tables(file)
+        self._origin = file.path
+        self._model: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._parse, name="ggml-engine-vocabulary")
+        self._thread.start()
+
+    def _parse(self) -> None:
+        try:
+            self._model = _load_native(self._tables.gguf, self._origin)
+        except BaseException as error:  # raised again where the result is asked for
+            self._error = error
+
+    def wait(self) -> None:
+        """Until the thread has ended."""
+        self._thread.join()
+
+    def result(self) -> Vocabulary:
+        """The vocabulary. Raises what the parsing raised."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return Vocabulary(self._tables, self._model)
+
+
 class StreamDecoder:
     """Text from tokens as they come: `push` gives what is certain, `finish` the rest.
 
@@ -375,6 +407,8 @@ def _temporary_file(parts: Sequence[bytes | memoryview]) -> Iterator[str]:
             _write(file, parts)
             yield path
         return
+    import tempfile  # noqa: PLC0415  # slow to import, and Linux does without
+
     descriptor, path = tempfile.mkstemp(prefix="ggml-engine-", suffix=".gguf")
     try:
         with open(descriptor, "wb", buffering=0) as file:
