@@ -335,7 +335,8 @@ class GraphBuilder(TensorContext):
         pieces = self.reshape(a, n, a.n_elements // n) if a.is_contiguous else self.cont_2d(a, n, a.n_elements // n)
         rotated = self.mul_mat(matrix, pieces)
         self.base.ggml_mul_mat_set_hint(rotated.ptr, self.base.GGML_HINT_SRC0_IS_HADAMARD)
-        return self.reshape(rotated, *a.ne[:3], name=name)
+        shape = a.ne[:2] if a.ne[2] == 1 else a.ne[:3]
+        return self.reshape(rotated, *shape, name=name)
 
     # ---- shapes
 

@@ -47,7 +47,7 @@ class KvStore(Protocol):
         ...
 
     def rotate_v(self, layer: int, x: Tensor) -> Tensor:
-        """A value [head, heads, tokens] as the store wants it, and a mixed one back again."""
+        """Values [head * heads, tokens] as the store wants them, and mixed ones back again."""
         ...
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -62,7 +62,7 @@ class KvStore(Protocol):
 def attend(
     b: GraphBuilder, q: Tensor, rows: KvRows, form: AttentionForm, scale: float, softcap: float, name: str
 ) -> Tensor:
-    """Attention of q f32 [head, heads, tokens] over `rows`: f32 [head_v, heads, tokens], contiguous.
+    """Attention of q f32 [head, heads, tokens] over `rows`: f32 [head_v * heads, tokens].
 
     `softcap` > 0 bounds the scores by a scaled tanh (Gemma Team 2024, arXiv:2408.00118).
     """
@@ -77,9 +77,7 @@ def attend(
         scores = b.scale(b.tanh(b.scale(scores, 1.0 / softcap)), softcap, f"{name}.kq_capped")
     weights = b.soft_max(scores, rows.mask, scale, f"{name}.kq_soft_max")  # [rows, tokens, heads]
     mixed = _mix(b, rows, weights, name)  # [head_v, tokens, heads]
-    head_v = mixed.ne[0]
-    out = b.cont_2d(b.permute(mixed, 0, 2, 1, 3), head_v * n_head, n_tokens, f"{name}.kqv_out")
-    return b.reshape(out, head_v, n_head, n_tokens)
+    return b.cont_2d(b.permute(mixed, 0, 2, 1, 3), mixed.ne[0] * n_head, n_tokens, f"{name}.kqv_out")
 
 
 def _mix(b: GraphBuilder, rows: KvRows, weights: Tensor, name: str) -> Tensor:
@@ -105,7 +103,8 @@ def _flash(b: GraphBuilder, q: Tensor, rows: KvRows, scale: float, softcap: floa
     rows = _joined(b, rows)
     # the kernel reads f16 or quantised rows; libllama casts f32 the same way
     k, v = (b.cast(x, TensorType.F16) if x.type == TensorType.F32 else x for x in (rows.k[0], rows.v[0]))
-    return b.flash_attention(q, k, v, rows.mask, scale, softcap=softcap, name=f"{name}.flash")
+    mixed = b.flash_attention(q, k, v, rows.mask, scale, softcap=softcap, name=f"{name}.flash")
+    return b.reshape(mixed, mixed.ne[0] * mixed.ne[1], mixed.ne[2], name=f"{name}.kqv_out")
 
 
 def _joined(b: GraphBuilder, rows: KvRows) -> KvRows:

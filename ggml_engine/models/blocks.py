@@ -52,13 +52,13 @@ class ModelGraph:
         return self.b.reshape(x, x.ne[0] // n_head, n_head, x.ne[1])
 
     def qkv(self, x: Tensor, il: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of a layer: [head, heads, tokens] each."""
+        """Query and key of a layer, [head, heads, tokens] each, and value, [n_embd_v, tokens]."""
         prefix = f"blk.{il}"
         n_head, n_head_kv = self.hp.n_head[il], self.hp.n_head_kv[il]
         return (
             self.heads(self.linear(x, f"{prefix}.attn_q"), n_head),
             self.heads(self.linear(x, f"{prefix}.attn_k"), n_head_kv),
-            self.heads(self.linear(x, f"{prefix}.attn_v"), n_head_kv),
+            self.linear(x, f"{prefix}.attn_v"),
         )
 
     def rope(self, x: Tensor, rope: Rope, name: str, factors: Tensor | None = None) -> Tensor:
@@ -74,14 +74,11 @@ class ModelGraph:
         for x in (q, v, k):
             self.b.expand(x)
         n_tokens = q.ne[2]
-        k2 = self.b.reshape(k, k.ne[0] * k.ne[1], n_tokens)
-        v2 = self.b.reshape(v, v.ne[0] * v.ne[1], n_tokens)
-        self.kv.write(il, k2, v2)  # before the read, which looks at the same memory
+        self.kv.write(il, self.b.reshape(k, k.ne[0] * k.ne[1], n_tokens), v)  # before the read of the same memory
         if self.n_outputs == 0 and il == self.hp.n_layer - 1:
             return None
-        heads = attend(self.b, q, self.kv.read(il), self.form, scale, softcap, f"blk.{il}.attn")
-        heads = self.kv.rotate_v(il, heads)
-        mixed = self.b.reshape(heads, heads.ne[0] * heads.ne[1], n_tokens, name=f"blk.{il}.attn.out")
+        mixed = attend(self.b, q, self.kv.read(il), self.form, scale, softcap, f"blk.{il}.attn")
+        mixed = self.kv.rotate_v(il, mixed)
         return self.linear(mixed, f"blk.{il}.attn_output")
 
     def only_outputs(self, x: Tensor) -> Tensor:

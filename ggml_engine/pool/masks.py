@@ -59,8 +59,9 @@ def fill_mask(out: MaskArray, groups: Sequence[QueryGroup], window: int) -> None
     out.fill(-np.inf)
     for group in groups:
         if group.n_tokens == 1:
-            # One query sees all that its sequence reads: the plan holds nothing else for it.
-            out[group.tokens, group.columns] = 0
+            # One query sees what its sequence reads, but for positions that only align the columns.
+            n_hidden = max(0, group.first_query - group.first_seen + 1 - window) if window else 0
+            out[group.tokens, group.columns[n_hidden:]] = 0
         else:
             _fill_band(out, group, window)
 
