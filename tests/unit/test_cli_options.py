@@ -103,12 +103,12 @@ def test_execution_options_have_the_names_and_defaults_of_engine_load() -> None:
 
 
 def test_choices_are_those_of_the_parts_that_take_them() -> None:
-    from ggml_engine.engine import Engine
     from ggml_engine.ggml import backends
+    from ggml_engine.loading import load_executor
     from ggml_engine.pool.kv_types import KV_TYPES
 
     assert tuple(KV_TYPES) == execution_options.KV_TYPES
-    assert typing.get_args(typing.get_type_hints(Engine.load)["attention"]) == execution_options.ATTENTION_FORMS
+    assert typing.get_args(typing.get_type_hints(load_executor)["attention"]) == execution_options.ATTENTION_FORMS
     assert backends.MAX_THREADS == execution_options.MAX_THREADS
 
 
