@@ -99,7 +99,10 @@ def test_execution_options_have_the_names_and_defaults_of_engine_load() -> None:
         assert RUN.make_context("run", ["m", "p"]).params[name] == parameters[name].default, name
         shown = shown_default(PARAMS[name], ctx)
         default = parameters[name].default
-        assert shown == {"mmap": "--mmap"}.get(name, str(default)) or default is None, name
+        assert (
+            shown == {"mmap": "--mmap", "deterministic": "--no-deterministic"}.get(name, str(default))
+            or default is None
+        ), name
 
 
 def test_choices_are_those_of_the_parts_that_take_them() -> None:
@@ -116,11 +119,11 @@ def test_execution_options_reach_engine_load(monkeypatch) -> None:
     engine = FakeEngine()
     monkeypatch.setattr(run_module, "load_engine", engine.load)
     args = ["--ctx", "99", "--threads", "3", "--device", "cpu", "--gpu-layers", "4", "--no-mmap", "--kv-type", "f32"]
-    assert main(["run", "m", "p", *args, "--attention", "flash", "--batch-tokens", "16"]) == 0
+    assert main(["run", "m", "p", *args, "--attention", "flash", "--batch-tokens", "16", "--deterministic"]) == 0
     given = {name: engine.load_options[name] for name in execution_options.LOAD_OPTIONS}
     assert given == {
         "ctx": 99, "threads": 3, "device": "cpu", "gpu_layers": 4, "mmap": False, "kv_type": "f32", "attention": "flash",
-        "max_batch_tokens": 16,
+        "max_batch_tokens": 16, "deterministic": True,
     }  # fmt: skip
 
 
