@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -246,6 +246,26 @@ class GgmlExecutor:
             "kv_capacity_bytes": self.cache.capacity * self.cache.pool.bytes_per_cell,
             "graph_bytes": self.graphs.working_bytes,
         }
+
+    def memory(self, snapshots: Iterable[int] = ()) -> dict[str, int]:
+        """Bytes of K/V by class of owner; a shared cell counts once, as live when a live sequence holds it.
+
+        "live" are the cells of open sequences that are not in `snapshots`, "snapshot" those that only snapshots hold,
+        "free" those that are stored and held by nobody; "storage" is what the pool takes now, the sum of the three
+        unless a step's storage could not be had. Raises UnknownSequenceError.
+        """
+        with self._turn_of_caller():
+            parked = list(snapshots)
+            self.cache.count_cells(parked)  # refuses ids that are not open
+            n_live = self.cache.count_cells(set(self.cache.open_sequences) - set(parked))
+            n_owned = self.cache.used_cells
+            n_bytes = self.cache.pool.bytes_per_cell
+            return {
+                "live": n_live * n_bytes,
+                "snapshot": (n_owned - n_live) * n_bytes,
+                "free": max(0, self.cache.pool.rows - n_owned) * n_bytes,
+                "storage": self.cache.pool.n_bytes,
+            }
 
     def close_all(self) -> None:
         """Free graphs and pool; idempotent. Waits for a running step. The model stays."""
