@@ -36,6 +36,10 @@ _NODES_BESIDE = 64
 # other code, which rounds differently.
 DETERMINISTIC_ROW_TILE = 8
 
+# What runs and blocks of reads are a multiple of in deterministic mode: kernels add up in as many lanes as a vector has
+# (64 is more than any here), so a shorter step in the number of rows, or in where a window begins, rounds differently.
+DETERMINISTIC_GRAIN = 64
+
 
 @dataclass(frozen=True, slots=True)
 class ExecutorOptions:
@@ -75,6 +79,11 @@ class ExecutorOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionError(f"{name} must be a positive integer, is {value!r}")
+        if self.deterministic and (self.run % DETERMINISTIC_GRAIN or self.read_block % DETERMINISTIC_GRAIN):
+            raise OptionError(
+                f"deterministic mode needs run and read_block in multiples of {DETERMINISTIC_GRAIN}, "
+                f"they are {self.run} and {self.read_block}"
+            )
 
     def resolve(self, device_kind: str) -> tuple[AttentionForm, KvFormat]:
         """The form and storage that the options stand for on a kind of device.
