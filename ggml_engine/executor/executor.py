@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -35,6 +35,10 @@ _NODES_BESIDE = 64
 # Rows that deterministic steps are a multiple of: kernels work on up to 8 rows at once, and on what is left over by
 # other code, which rounds differently.
 DETERMINISTIC_ROW_TILE = 8
+
+# What runs and blocks of reads are a multiple of in deterministic mode: kernels add up in as many lanes as a vector has
+# (64 is more than any here), so a shorter step in the number of rows, or in where a window begins, rounds differently.
+DETERMINISTIC_GRAIN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,11 @@ class ExecutorOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionError(f"{name} must be a positive integer, is {value!r}")
+        if self.deterministic and (self.run % DETERMINISTIC_GRAIN or self.read_block % DETERMINISTIC_GRAIN):
+            raise OptionError(
+                f"deterministic mode needs run and read_block in multiples of {DETERMINISTIC_GRAIN}, "
+                f"they are {self.run} and {self.read_block}"
+            )
 
     def resolve(self, device_kind: str) -> tuple[AttentionForm, KvFormat]:
         """The form and storage that the options stand for on a kind of device.
@@ -246,6 +255,26 @@ class GgmlExecutor:
             "kv_capacity_bytes": self.cache.capacity * self.cache.pool.bytes_per_cell,
             "graph_bytes": self.graphs.working_bytes,
         }
+
+    def memory(self, snapshots: Iterable[int] = ()) -> dict[str, int]:
+        """Bytes of K/V by class of owner; a shared cell counts once, as live when a live sequence holds it.
+
+        "live" are the cells of open sequences that are not in `snapshots`, "snapshot" those that only snapshots hold,
+        "free" those that are stored and held by nobody; "storage" is what the pool takes now, the sum of the three
+        unless a step's storage could not be had. Raises UnknownSequenceError.
+        """
+        with self._turn_of_caller():
+            parked = list(snapshots)
+            self.cache.count_cells(parked)  # refuses ids that are not open
+            n_live = self.cache.count_cells(set(self.cache.open_sequences) - set(parked))
+            n_owned = self.cache.used_cells
+            n_bytes = self.cache.pool.bytes_per_cell
+            return {
+                "live": n_live * n_bytes,
+                "snapshot": (n_owned - n_live) * n_bytes,
+                "free": max(0, self.cache.pool.rows - n_owned) * n_bytes,
+                "storage": self.cache.pool.n_bytes,
+            }
 
     def close_all(self) -> None:
         """Free graphs and pool; idempotent. Waits for a running step. The model stays."""

@@ -116,7 +116,8 @@ def _joined(b: GraphBuilder, rows: KvRows) -> KvRows:
 
 
 def _concat(b: GraphBuilder, parts: Sequence[Tensor], dim: int) -> Tensor:
-    joined = parts[0]
-    for part in parts[1:]:
-        joined = b.concat(joined, part, dim)
-    return joined
+    """All parts in their order; neighbours are joined in pairs, so that an element is copied log2(parts) times."""
+    while len(parts) > 1:
+        pairs = [b.concat(parts[i], parts[i + 1], dim) for i in range(0, len(parts) - 1, 2)]
+        parts = pairs if len(parts) % 2 == 0 else [*pairs, parts[-1]]
+    return parts[0]

@@ -9,7 +9,7 @@ nothing; no cost grows with the number of open sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -278,6 +278,16 @@ class CellCache:
     def cells_of(self, sequence: int) -> npt.NDArray[np.int64]:
         """The cell of every position of a sequence, claimed ones included, i64. Raises UnknownSequenceError."""
         return self._find(sequence).cells.astype(np.int64)
+
+    def count_cells(self, sequences: Iterable[int]) -> int:
+        """How many distinct cells any of these sequences owns, claimed ones included. Raises UnknownSequenceError.
+
+        A cell that several of them share counts once. Takes a byte for every cell of the capacity.
+        """
+        owned = np.zeros(self.capacity, np.bool_)
+        for found in [self._find(sequence) for sequence in sequences]:
+            owned[found.cells] = True
+        return int(np.count_nonzero(owned))
 
     def position_of(self, cell: int) -> int:
         """The position that a used cell holds, the same for all owners. Raises CacheError for a free cell or none."""

@@ -4,8 +4,9 @@ Owns: the choice of spans. A step pays for what its queries see, not for what is
 and offsets stay put while it decodes and while a window slides.
 Does not know: sequences as objects, owners, free cells; it gets the visible cells of each sequence as integers.
 Invariants (by cell): spans ascend, are disjoint and do not touch; they hold every visible cell; with B = read_block
-they hold at most 1.25 * visible + B * (stretches of consecutive visible cells) rows, for runs of at most B / 2 cells;
-every span begins on a multiple of min(run, B), so that a mask column is congruent to its cell.
+they hold at most 1.25 * visible + B * (stretches of consecutive visible cells) rows, for runs of at most B / 2 cells
+and up to `max_spans` spans (beyond it the smallest gaps are read too, and the bound no longer holds); every span begins
+on a multiple of min(run, B), so that a mask column is congruent to its cell.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ReadGeometry:
-    """How spans are rounded: `run` and `read_block` (one divides the other), and the capacity that bounds them."""
+    """How spans are rounded: `run` and `read_block` (one divides the other), and the capacity that bounds them.
+
+    A span is a few nodes of a graph in every layer, so there are at most `max_spans` in a plan by cell.
+    """
 
     run: int
     read_block: int
     capacity: int
+    max_spans: int = 32
 
     @property
     def grain(self) -> int:
@@ -175,7 +180,8 @@ def plan_spans(los: Cells, his: Cells, geometry: ReadGeometry) -> tuple[Span, ..
 
     One span over everything, rounded to the read block, where that stays within 1.25 rows per visible one and a block.
     Else the stretches rounded to the grain, their sum filled up to a whole number of blocks so that the shapes of a
-    decoding batch change once in a block and not whenever one of its sequences enters another run.
+    decoding batch change once in a block and not whenever one of its sequences enters another run. More than
+    `max_spans` stretches are merged across their smallest gaps, whatever that reads.
     """
     block = geometry.read_block
     dense_rows = int((his - los).sum()) * 5 // 4
@@ -186,11 +192,20 @@ def plan_spans(los: Cells, his: Cells, geometry: ReadGeometry) -> tuple[Span, ..
     grain = geometry.grain
     n_stretches = los.size
     los, his = merge_stretches(los // grain * grain, -(-his // grain) * grain)
+    is_capped = los.size > geometry.max_spans
+    if is_capped:
+        los, his = _merge_to(los, his, geometry.max_spans)
     n_rows = int((his - los).sum())
     padding = -n_rows % block
-    if n_rows + padding <= dense_rows + block * n_stretches:
+    if is_capped or n_rows + padding <= dense_rows + block * n_stretches:
         los, his = _pad(los, his, padding, geometry.capacity)
     return tuple(zip(los.tolist(), (his - los).tolist(), strict=True))
+
+
+def _merge_to(los: Cells, his: Cells, n: int) -> tuple[Cells, Cells]:
+    """At most `n` of more stretches: closes the smallest gaps, the lowest first among equals."""
+    closed = np.argsort(los[1:] - his[:-1], kind="stable")[: los.size - n]
+    return np.delete(los, closed + 1), np.delete(his, closed)
 
 
 def _pad(los: Cells, his: Cells, padding: int, capacity: int) -> tuple[Cells, Cells]:

@@ -6,7 +6,7 @@ A kind is a name and a builder. `batched_cell` (also `batched`) is the cell cach
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +32,13 @@ class GgmlCache(BatchControl, Protocol):
     @property
     def window_of_layer(self) -> tuple[int, ...]:
         """For each layer the index of its window in a placement's reads."""
+
+    @property
+    def open_sequences(self) -> tuple[int, ...]:
+        """The ids of all open sequences."""
+
+    def count_cells(self, sequences: Iterable[int]) -> int:
+        """How many distinct cells these sequences own."""
 
     def declare(self, sequences: npt.ArrayLike) -> Step:
         """Admit a step; see `CellCache.declare`."""

@@ -56,6 +56,8 @@ def test_a_number_that_is_not_a_positive_integer_is_refused(name: str, value: An
         ({"attention": ["flash"]}, "flash"),
         ({"v_layout": "diagonal"}, "'diagonal'"),
         ({"attention": "flash", "v_layout": "columns"}, r"'flash'.*'columns'"),
+        ({"deterministic": True, "run": 32}, "multiples of 64, they are 32 and 256"),
+        ({"deterministic": True, "read_block": 16}, "multiples of 64, they are 64 and 16"),
     ],
 )
 def test_forms_and_layouts_that_do_not_go_together_are_refused(options: Any, match: str) -> None:

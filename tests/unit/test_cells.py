@@ -639,6 +639,21 @@ class TestInspection:
             with refused(cache, CacheError):
                 call(cell)  # type: ignore[arg-type]
 
+    def test_a_shared_cell_is_counted_once(self) -> None:  # R43
+        cache = CellCache(4096)
+        source = opened(cache, 1000)
+        clone, other = cache.clone(source, 1000), opened(cache, 10)
+        assert cache.count_cells([]) == 0
+        assert cache.count_cells([source]) == cache.count_cells([source, clone]) == 1000
+        assert cache.count_cells([source, source]) == 1000
+        extend(cache, clone, 1)
+        assert cache.count_cells([source, clone]) == 1001
+        assert cache.count_cells(iter([clone, other])) == 1011
+        place(cache, [other] * 3)  # claimed
+        assert cache.count_cells(cache.open_sequences) == cache.used_cells == 1014
+        with refused(cache, UnknownSequenceError, match="id 99"):
+            cache.count_cells([source, 99])
+
     def test_what_is_given_out_is_a_copy(self) -> None:
         cache = CellCache(64)
         sequence = opened(cache, 3)

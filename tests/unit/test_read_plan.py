@@ -20,9 +20,11 @@ def extend(cache: CellCache, sequences: list[int], n: int = 1) -> Placement:
     return placement
 
 
-def plan(*stretches: Span, run: int = 64, read_block: int = 256, capacity: int = 8192) -> tuple[Span, ...]:
+def plan(
+    *stretches: Span, run: int = 64, read_block: int = 256, capacity: int = 8192, max_spans: int = 32
+) -> tuple[Span, ...]:
     los, his = (np.array(column, np.int64) for column in zip(*stretches, strict=True))
-    return plan_spans(los, his, ReadGeometry(run, read_block, capacity))
+    return plan_spans(los, his, ReadGeometry(run, read_block, capacity, max_spans))
 
 
 class TestStretches:
@@ -93,12 +95,57 @@ class TestSpans:
             los, his = borders[::2], borders[1::2]
             spans = plan_spans(los, his, ReadGeometry(64, 256, 8192))
             n_visible = int((his - los).sum())
+            assert len(spans) <= 32
             assert sum(n for _, n in spans) <= 1.25 * n_visible + 256 * los.size
             ends = [lo + n for lo, n in spans]
             assert ends[-1] <= 8192
             assert all(lo % 64 == 0 and n % 64 == 0 and n > 0 for lo, n in spans)
             assert all(end < lo for end, (lo, _) in zip(ends, spans[1:], strict=False))
             assert all(any(a <= lo and hi <= a + n for a, n in spans) for lo, hi in zip(los, his, strict=True))
+
+
+class TestManyStretches:
+    """A span is a few nodes in every layer: beyond `max_spans` the smallest gaps are read too."""
+
+    def test_the_smallest_gaps_are_closed_first_and_the_shape_stays_whole_blocks(self) -> None:
+        # gaps of 1984, 960 and 1984 rows between runs of 64: the one of 960 goes
+        stretches = ((0, 64), (2048, 2112), (3072, 3136), (5120, 5184))
+        assert plan(*stretches, max_spans=3) == ((0, 64), (2048, 1088), (5120, 128))
+        assert len(plan(*stretches)) == 4
+
+    @pytest.mark.parametrize("max_spans", [1, 2, 5])
+    def test_there_are_never_more_than_the_most(self, max_spans: int) -> None:
+        rng = np.random.default_rng(max_spans)
+        n_capped = 0
+        for _ in range(200):
+            borders = np.unique(rng.integers(0, 8192, 30))
+            borders = borders[: borders.size // 2 * 2]
+            los, his = borders[::2], borders[1::2]
+            spans = plan_spans(los, his, ReadGeometry(64, 256, 8192, max_spans))
+            assert len(spans) <= max_spans
+            n_capped += len(spans) == max_spans
+            ends = [lo + n for lo, n in spans]
+            assert ends[-1] <= 8192
+            assert all(lo % 64 == 0 and n % 64 == 0 and n > 0 for lo, n in spans)
+            assert all(end < lo for end, (lo, _) in zip(ends, spans[1:], strict=False))
+            assert all(any(a <= lo and hi <= a + n for a, n in spans) for lo, hi in zip(los, his, strict=True))
+        assert n_capped > 100
+
+    @pytest.mark.parametrize(("n_runs", "n_spans"), [(32, 32), (33, 32), (60, 32)])
+    def test_a_sequence_in_many_distant_runs_reads_at_most_thirty_two_spans(self, n_runs: int, n_spans: int) -> None:
+        cache = CellCache(65_536)
+        sequence, others = cache.open(), [cache.open() for _ in range(11)]
+        for _ in range(n_runs - 1):
+            extend(cache, [sequence, *others], 64)
+        placement = extend(cache, [sequence])
+        read = placement.reads[0]
+        assert len(read.spans) == n_spans
+        assert read.n_visible == 64 * (n_runs - 1) + 1
+        if n_runs == n_spans:
+            assert read.n_rows <= 1.25 * read.n_visible + 256 * n_runs
+        else:  # every gap that was closed is the runs of eleven others
+            assert read.n_rows <= read.n_visible + (n_runs - n_spans) * 11 * 64 + 256
+        assert read.rows()[mask_of(placement)[0] == 0].tolist() == cache.cells_of(sequence).tolist()
 
 
 class TestParkedCells:

@@ -1,0 +1,98 @@
+"""Deterministic mode: a sequence's logits are the same bits whatever runs beside it and wherever its cells lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from engines import Logits, batch_of, executor_over, feed, loaded
+from tiny_models import F16, F32, VOCAB, write_gemma3, write_llama
+
+from ggml_engine.executor.executor import GgmlExecutor
+from ggml_engine.models.model import Model
+
+TOKENS: list[list[int]] = np.random.default_rng(3).integers(3, VOCAB, (5, 40)).tolist()
+# Weights in floats: their kernels round by the number of rows, which is what whole tiles of rows are for.
+CASES = [("llama", F32), ("llama", F16), ("gemma3", F32), ("gemma3", F16)]
+GEOMETRIES = [(64, 256), (64, 64), (128, 64)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=[f"{kind} {types.name}" for kind, types in CASES])
+def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Model]:
+    path, (kind, types) = tmp_path_factory.mktemp("tiny") / "model.gguf", request.param
+    if kind == "llama":
+        write_llama(path, types=types)
+    else:
+        write_gemma3(path, window=5, n_layer=3, pattern=2, types=types)
+    with loaded(path, threads=1) as model:
+        yield model
+
+
+@pytest.fixture(params=GEOMETRIES, ids=[f"runs of {run}, blocks of {block}" for run, block in GEOMETRIES])
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {"deterministic": True, "capacity": 1024, "run": request.param[0], "read_block": request.param[1]}
+
+
+@pytest.fixture
+def alone(model: Model, options: dict[str, Any]) -> list[Logits]:
+    """The logits of every token, each sequence in an executor of its own: 13 tokens, then one by one."""
+    found = []
+    for tokens in TOKENS:
+        with executor_over(model, **options) as executor:
+            sequence = executor.open()
+            found.append(np.concatenate([feed(executor, sequence, tokens[:13]), feed(executor, sequence, tokens[13:], 1)]))
+    return found
+
+
+def decode_together(executor: GgmlExecutor, sequences: list[int], which: list[int], start: int, stop: int) -> Logits:
+    """[step, sequence, n_vocab]"""
+    steps = []
+    for at in range(start, stop):
+        steps.append(executor.forward(batch_of([(s, [TOKENS[i][at]]) for s, i in zip(sequences, which, strict=True)])))
+    return np.stack(steps)
+
+
+def test_decoding_in_a_batch_is_decoding_alone(model: Model, options: dict[str, Any], alone: list[Logits]) -> None:
+    with executor_over(model, **options) as executor:
+        sequences = [executor.open() for _ in TOKENS]
+        for i, sequence in enumerate(sequences):
+            assert feed(executor, sequence, TOKENS[i][:13]).tobytes() == alone[i][:13].tobytes()
+        together = decode_together(executor, sequences, list(range(5)), 13, 40)
+        for i in range(5):
+            assert together[:, i].tobytes() == alone[i][13:].tobytes()
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 40])
+def test_a_prefill_in_other_chunks_is_the_same(
+    model: Model, options: dict[str, Any], alone: list[Logits], chunk: int
+) -> None:
+    with executor_over(model, **options) as executor:
+        assert feed(executor, executor.open(), TOKENS[0], chunk).tobytes() == alone[0].tobytes()
+
+
+def test_a_prefill_beside_decodes_is_the_same(model: Model, options: dict[str, Any], alone: list[Logits]) -> None:
+    with executor_over(model, **options) as executor:
+        a, b = executor.open(), executor.open()
+        feed(executor, a, TOKENS[0][:13])
+        logits = executor.forward(batch_of([(a, TOKENS[0][13:14]), (b, TOKENS[1][:26])]))
+        assert logits[0].tobytes() == alone[0][13].tobytes()
+        assert logits[1:].tobytes() == alone[1][:26].tobytes()
+
+
+def test_a_clone_a_rewind_and_cells_elsewhere_are_the_same(
+    model: Model, options: dict[str, Any], alone: list[Logits]
+) -> None:  # R73
+    with executor_over(model, **options) as executor:
+        parked, source = executor.open(), executor.open()
+        feed(executor, parked, TOKENS[4][:29])
+        feed(executor, source, TOKENS[0][:25])
+        clone = executor.clone(source, 21)
+        beside = executor.open()
+        feed(executor, beside, TOKENS[2][:7])  # between the clone's prefix and what follows
+        executor.rewind(source, 17)
+        assert feed(executor, clone, TOKENS[0][21:30], 1).tobytes() == alone[0][21:30].tobytes()
+        assert feed(executor, source, TOKENS[0][17:40], 4).tobytes() == alone[0][17:40].tobytes()
+        lowest = int(executor.cache.cells_of(source)[0])  # type: ignore[attr-defined]
+        assert lowest > 0, "its cells lie where they do alone: nothing is shown"
