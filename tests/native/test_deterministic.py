@@ -42,7 +42,9 @@ def alone(model: Model, options: dict[str, Any]) -> list[Logits]:
     for tokens in TOKENS:
         with executor_over(model, **options) as executor:
             sequence = executor.open()
-            found.append(np.concatenate([feed(executor, sequence, tokens[:13]), feed(executor, sequence, tokens[13:], 1)]))
+            found.append(
+                np.concatenate([feed(executor, sequence, tokens[:13]), feed(executor, sequence, tokens[13:], 1)])
+            )
     return found
 
 
