@@ -20,7 +20,9 @@ from ggml_engine.errors import DownloadError
 HEAVY = ["numpy", "cffi", "_cffi_backend", "jinja2", "llama_cpp", "gguf", "huggingface_hub", "ctypes.util", "asyncio"]
 
 
-@pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["pull", "--help"], ["devices", "-h"], ["check", "--help"], []], ids=str)
+@pytest.mark.parametrize(
+    "args", [["--help"], ["run", "--help"], ["pull", "--help"], ["devices", "-h"], ["check", "--help"], []], ids=str
+)
 def test_help_imports_nothing_native_or_heavy(args: list[str]) -> None:
     code = f"""
 import sys
