@@ -19,7 +19,7 @@ from ggml_engine.ggml.gguf import GGUFArray, GGUFFile
 Ids = npt.NDArray[np.int32]
 
 _NORMAL = 1  # of llama.cpp's enum llama_token_type
-_N_DECODED = 16  # steps of single tokens, enough to move within a block and slow only by that
+_N_DECODED = 8  # steps of single tokens, enough to move within a block and slow only by that
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from real_models import gemma3_270m, smollm2
 @pytest.mark.parametrize("name", ["S", "G"])
 def test_the_real_models_pass(name: str) -> None:
     path = smollm2() if name == "S" else gemma3_270m()
-    done = run("check", str(path), "--tokens", "40", "--threads", "2", "--json")
+    done = run("check", str(path), "--tokens", "40", "--threads", "1", "--json")  # more spin where the machine is busy
     assert done.returncode == 0, done.stderr
     assert done.stderr == b""
     rows = json.loads(done.stdout)
