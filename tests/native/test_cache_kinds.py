@@ -60,7 +60,9 @@ def test_one_sequence_gives_the_same_bytes_in_every_kind(model: Model, mode: dic
             logits.append(feed(executor, sequence, TOKENS[20:50], 7))
             found[kind] = np.concatenate(logits)
             pool = executor.cache.pool
-            cells[kind] = b"".join(part.tobytes() for il in range(3) for cell in range(50) for part in pool.cell(il, cell))
+            cells[kind] = b"".join(
+                part.tobytes() for il in range(3) for cell in range(50) for part in pool.cell(il, cell)
+            )
     for kind in ("batched", "sequence"):
         assert found[kind].tobytes() == found["batched_cell"].tobytes()
         assert cells[kind] == cells["batched_cell"]

@@ -256,7 +256,9 @@ class TestRefusals:
         closed = sides.open()
         sides.close(closed)
         for unknown in (-1, closed, closed + 1, 2**40):
-            batch = batch_of([(source, [5]), (unknown, [6])]) if abs(unknown) < 2**31 else Batch.of_sequence(unknown, [6])
+            batch = (
+                batch_of([(source, [5]), (unknown, [6])]) if abs(unknown) < 2**31 else Batch.of_sequence(unknown, [6])
+            )
             self.refuse(sides, batch, UnknownSequenceError, str(unknown))
         newcomer = come_and_go(sides, clone)
         sides.decode([clone, source, newcomer], 3)
@@ -270,9 +272,10 @@ class TestRefusals:
         def compute(_: Graph) -> None:
             raise ComputeError("a fault point")
 
-        with monkeypatch.context() as patch, pytest.raises(ComputeError):
+        with monkeypatch.context() as patch:
             patch.setattr(Graph, "compute", compute)
-            sides.executor.forward(batch_of([(source, [5, 6, 7]), (clone, [8])]))
+            with pytest.raises(ComputeError):
+                sides.executor.forward(batch_of([(source, [5, 6, 7]), (clone, [8])]))
         assert sides.executor.cache.used_cells == used + 4
         assert (sides.executor.length(source), sides.executor.length(clone)) == (11, 10)
         for batch in (Batch.of_sequence(source, [5]), batch_of([(sides.open(), [5]), (clone, [5])])):

@@ -102,7 +102,11 @@ LIBLLAMA = [
 def test_they_are_the_bytes_of_libllama(folder: Path, shape: str, form: str, k_type: str, v_type: str) -> None:
     path = written(folder, shape)
     oracle = Oracle(
-        path, flash=form.startswith("flash"), type_k=Type[k_type.upper()], type_v=Type[v_type.upper()], use_extra_bufts=True
+        path,
+        flash=form.startswith("flash"),
+        type_k=Type[k_type.upper()],
+        type_v=Type[v_type.upper()],
+        use_extra_bufts=True,
     )
     with oracle, running(path, **FORMS[form], capacity=512, k_type=k_type, v_type=v_type) as executor:
         sequence = executor.open()
@@ -201,7 +205,8 @@ def test_a_cell_is_read_as_gguf_py_reads_its_bytes(model: Model, k_type: str, v_
 
 
 @pytest.mark.parametrize(
-    ("head", "k", "v"), [(32, None, None), (64, 64, 64), (96, None, None), (128, 128, 64), (192, 64, 64), (256, 256, 64)]
+    ("head", "k", "v"),
+    [(32, None, None), (64, 64, 64), (96, None, None), (128, 128, 64), (192, 64, 64), (256, 256, 64)],
 )
 def test_rotations_are_of_the_size_that_libllama_takes(head: int, k: int | None, v: int | None) -> None:
     for kv in (TensorType.Q8_0, TensorType.Q4_0):
