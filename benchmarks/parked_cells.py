@@ -2,9 +2,9 @@
 
     python benchmarks/parked_cells.py [--model NAME_OR_PATH] [--history 512] [--parked 8192] [--steps 32] [--turns 7]
 
-Three executors over one model: nothing parked, parked cells in one piece behind the session, and parked sessions that were
-grown side by side with it in runs. They decode in turns, since machines drift; a ratio is that of the medians. Run it
-alone: threads of ggml spin.
+Three executors over one model: nothing parked, parked cells in one piece behind the session, and parked sessions that
+were grown side by side with it in runs. They decode in turns, since machines drift; a ratio is that of the medians. Run
+it alone: threads of ggml spin.
 """
 
 from __future__ import annotations

@@ -177,8 +177,8 @@ def test_graphs_are_used_again_while_a_window_slides_beside_parked_cells(model: 
         built = executor.graphs.n_built
         decode(executor, sequence, 513, 255)  # one block of 256, four runs of 64
         # Full layers: one shape in a block where cells are dense, one in a run where others lie between. The window's
-        # read moves whenever either of its ends enters another run: 2 x 4 times.
-        assert executor.graphs.n_built - built <= 12
+        # read moves whenever either of its ends enters another run: 2 x 4 times. (7 are built where most are.)
+        assert executor.graphs.n_built - built <= 9
         assert len(executor.graphs) <= 8
 
 
@@ -261,9 +261,13 @@ def test_thirty_two_spans_in_one_read_are_what_one_span_is(
                     assert n_spans == [32, 32]  # 33 runs, capped
                 elif n_others:
                     assert n_spans == [33, 33]
-    # The same rows of K and V up to their last bit, summed up in another order. A last bit may be another quantum.
-    limit = {"f32": 1e-4, "f16": 2e-2, "bf16": 0.1}.get(v_type, 0.5)
-    assert np.abs(found[0] - found[3]).max() < (5e-2 if mode.startswith("flash") and v_type == "f32" else limit)
+    if mode != "matmul, columns":
+        # joined to one span, in the same order: the same sum
+        assert found[0].tobytes() == found[3].tobytes()
+        return
+    # Pieces are summed one after the other: float32 in another order, after which a number may be stored with another
+    # last bit. Measured: 4e-6, 4e-5 and 2e-4; allowed is five times that.
+    assert np.abs(found[0] - found[3]).max() < {"f32": 2e-5, "f16": 2e-4, "bf16": 1e-3}[v_type]
 
 
 def test_spans_in_every_form_agree_with_the_definition(tmp_path_factory: pytest.TempPathFactory) -> None:  # R71
