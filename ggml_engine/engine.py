@@ -62,14 +62,16 @@ class Engine:
         kv_type: str = "f16",
         attention: Literal["auto", "flash", "matmul"] = "auto",
         max_batch_tokens: int = 512,
+        deterministic: bool = False,
     ) -> Engine:
         """Load a GGUF model: `path` is a file or a known name ("smollm2", "gemma3-270m").
 
         `ctx` is the capacity in cells (tokens of K/V): by default the model's own context, less if that would take
         half of the free memory; storage grows as it is used. `progress(done, total)` counts bytes and is called on
         this thread; `cancel()` is asked between tensors, and true raises CancelledError. `mmap=False` copies the file
-        first, for files that may change meanwhile. Raises ModelNotFoundError, GGUFError, ModelError, LibraryError,
-        OptionError, AllocationError, CancelledError; nothing stays allocated.
+        first, for files that may change meanwhile. `deterministic` makes logits independent of what runs beside a
+        sequence and of how its tokens were cut into steps (docs/determinism.md). Raises ModelNotFoundError, GGUFError,
+        ModelError, LibraryError, OptionError, AllocationError, CancelledError; nothing stays allocated.
         """
         with ExitStack() as undo:
             file = GGUFFile.open(find_model(path), mmap=mmap)
@@ -90,6 +92,7 @@ class Engine:
                 kv_type=kv_type,
                 attention=attention,
                 max_batch_tokens=max_batch_tokens,
+                deterministic=deterministic,
             )
             undo.callback(executor.model.free)
             undo.callback(executor.close_all)

@@ -30,6 +30,7 @@ def load_executor(
     kv_type: str = "f16",
     attention: Literal["auto", "flash", "matmul"] = "auto",
     max_batch_tokens: int = 512,
+    deterministic: bool = False,
 ) -> GgmlExecutor:
     """Load the weights and make an executor for them. Raises as `Engine.load`; nothing stays allocated then."""
     model = load_model(file, device=device, gpu_layers=gpu_layers, threads=threads, progress=progress, cancel=cancel)
@@ -40,6 +41,7 @@ def load_executor(
             attention=attention,
             k_type=kv_type,
             v_type=kv_type,
+            deterministic=deterministic,
         )
         return GgmlExecutor(model, options)
     except BaseException:

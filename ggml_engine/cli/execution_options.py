@@ -84,9 +84,17 @@ execution_options = together(
         show_default=True,
         help="Most tokens in one step of reading a prompt.",
     ),
+    option(
+        "--deterministic/--no-deterministic",
+        section=EXECUTION,
+        default=False,
+        show_default=True,
+        help="The same bits however the tokens are cut into steps; slower.",
+    ),
 )
 LOAD_OPTIONS: Final = (
-    "ctx", "threads", "device", "gpu_layers", "mmap", "kv_type", "attention", "max_batch_tokens"
+    "ctx", "threads", "device", "gpu_layers", "mmap", "kv_type", "attention", "max_batch_tokens",
+    "deterministic",
 )  # fmt: skip
 
 

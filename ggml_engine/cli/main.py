@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import click
 
 from ggml_engine.cli.boundary import Settings, exit_code
+from ggml_engine.cli.check import check
 from ggml_engine.cli.devices import devices
 from ggml_engine.cli.pull import pull
 from ggml_engine.cli.run import run
@@ -40,7 +41,7 @@ def cli() -> None:
     """Run GGUF language models in a Python process."""
 
 
-for _command in (run, pull, devices):
+for _command in (run, pull, devices, check):
     cli.add_command(_command)
 
 

@@ -27,8 +27,6 @@ class Batch:
     def __post_init__(self) -> None:
         """Take any integers that fit; raises InputError for other arrays, and for arrays that do not go together."""
         tokens = _integers("tokens", self.tokens)
-        if tokens.min() < -(2**31) or tokens.max() >= 2**31:
-            raise InputError(f"token ids must fit 32 bits, got {tokens.min()} to {tokens.max()}")
         sequences = _integers("sequences", self.sequences)
         wants_logits = np.asarray(self.wants_logits)
         if wants_logits.dtype != np.bool_ or wants_logits.ndim != 1:
@@ -37,9 +35,7 @@ class Batch:
             raise InputError(
                 f"a batch of {tokens.size} tokens, {sequences.size} sequences and {wants_logits.size} marks"
             )
-        object.__setattr__(self, "tokens", np.ascontiguousarray(tokens, np.int32))
-        object.__setattr__(self, "sequences", np.ascontiguousarray(sequences, np.int64))
-        object.__setattr__(self, "wants_logits", wants_logits)
+        self._set(_token_ids(tokens), np.ascontiguousarray(sequences, np.int64), wants_logits, self.positions)
 
     @classmethod
     def of_sequence(cls, sequence: int, tokens: npt.ArrayLike, *, logits: str = "last") -> Batch:
@@ -49,7 +45,21 @@ class Batch:
         ids = _integers("tokens", tokens)
         wanted = np.full(ids.size, logits == "all")
         wanted[-1] = logits != "none"
-        return cls(ids, _integers("sequences", [sequence] * ids.size), wanted)  # type: ignore[arg-type]
+        batch = object.__new__(cls)  # these arrays go together, and a decode step makes one per token
+        batch._set(_token_ids(ids), np.full(ids.size, _sequence_id(sequence), np.int64), wanted, None)
+        return batch
+
+    def _set(
+        self,
+        tokens: npt.NDArray[np.int32],
+        sequences: npt.NDArray[np.int64],
+        wants_logits: npt.NDArray[np.bool_],
+        positions: npt.NDArray[np.int32] | None,
+    ) -> None:
+        object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "sequences", sequences)
+        object.__setattr__(self, "wants_logits", wants_logits)
+        object.__setattr__(self, "positions", positions)
 
     @property
     def n_tokens(self) -> int:
@@ -70,6 +80,18 @@ def _integers(what: str, values: npt.ArrayLike) -> npt.NDArray[np.integer[Any]]:
     if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
         raise InputError(f"{what} must be a non-empty list of integers that fit 64 bits, got {_shown(array)}")
     return array
+
+
+def _token_ids(ids: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int32]:
+    if ids.dtype != np.int32 and (ids.min() < -(2**31) or ids.max() >= 2**31):
+        raise InputError(f"token ids must fit 32 bits, got {ids.min()} to {ids.max()}")
+    return np.ascontiguousarray(ids, np.int32)
+
+
+def _sequence_id(sequence: int) -> int:
+    if isinstance(sequence, bool) or not isinstance(sequence, int | np.integer) or not -(2**63) <= sequence < 2**63:
+        raise InputError(f"sequences must be integers that fit 64 bits, got {sequence!r}")
+    return int(sequence)
 
 
 def _shown(array: npt.NDArray[Any]) -> str:

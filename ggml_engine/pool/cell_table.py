@@ -34,6 +34,8 @@ class CellTable:
 
     def count_missing(self, positions: npt.NDArray[np.int64]) -> int:
         """How many of these positions could get no cell; the positions may belong to several sequences."""
+        if positions.size == 1:  # every decode step of one sequence
+            return int(self._n_free_by_residue[int(positions[0]) % self.run] == 0)
         needed = np.bincount(positions % self.run, minlength=self.run)
         return int(np.maximum(needed - self._n_free_by_residue, 0).sum())
 

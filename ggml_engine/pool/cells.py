@@ -478,6 +478,8 @@ class Placement:
 
 def _group_by_sequence(ids: npt.NDArray[np.int64]) -> list[tuple[int, slice | npt.NDArray[np.int64], int]]:
     """(sequence, its tokens in batch order, their number) for each sequence in a step, ascending by sequence."""
+    if ids.size == 1 or (ids == ids[0]).all():
+        return [(int(ids[0]), slice(0, ids.size), ids.size)]
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
     starts = [0, *(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1).tolist(), ids.size]

@@ -50,13 +50,22 @@ def test_the_readme_shows_one_command_for_the_answer_and_one_for_the_tests() -> 
     assert tests.endswith('.venv/bin/python -m pytest -m "not slow"')
 
 
-def test_the_python_example_runs(tmp_path: Path) -> None:
-    (example,) = blocks("python")
+def test_the_first_python_example_runs(tmp_path: Path) -> None:
+    example, _ = blocks("python")
     (tmp_path / "example.py").write_text(example, encoding="utf-8")
     done = run_module("-W", "error", "example.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert len(done.stdout.split()) > 20, done.stdout
+    assert done.stderr == ""
+
+
+def test_the_example_of_many_sequences_runs(tmp_path: Path) -> None:
+    _, example = blocks("python")
+    (tmp_path / "example.py").write_text(example, encoding="utf-8")
+    done = run_module("-W", "error", "example.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 3
     assert done.stderr == ""
 
 

@@ -272,10 +272,11 @@ class TestRefusals:
         def compute(_: Graph) -> None:
             raise ComputeError("a fault point")
 
+        failing = batch_of([(source, [5, 6, 7]), (clone, [8])])
         with monkeypatch.context() as patch:
             patch.setattr(Graph, "compute", compute)
             with pytest.raises(ComputeError):
-                sides.executor.forward(batch_of([(source, [5, 6, 7]), (clone, [8])]))
+                sides.executor.forward(failing)
         assert sides.executor.cache.used_cells == used + 4
         assert (sides.executor.length(source), sides.executor.length(clone)) == (11, 10)
         for batch in (Batch.of_sequence(source, [5]), batch_of([(sides.open(), [5]), (clone, [5])])):

@@ -20,7 +20,9 @@ from ggml_engine.errors import DownloadError
 HEAVY = ["numpy", "cffi", "_cffi_backend", "jinja2", "llama_cpp", "gguf", "huggingface_hub", "ctypes.util", "asyncio"]
 
 
-@pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["pull", "--help"], ["devices", "-h"], []], ids=str)
+@pytest.mark.parametrize(
+    "args", [["--help"], ["run", "--help"], ["pull", "--help"], ["devices", "-h"], ["check", "--help"], []], ids=str
+)
 def test_help_imports_nothing_native_or_heavy(args: list[str]) -> None:
     code = f"""
 import sys
@@ -36,7 +38,7 @@ def test_help_names_the_commands_and_is_code_0(capsys) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("Usage: ggml-engine [OPTIONS] COMMAND")
-    assert all(f"\n  {name} " in out for name in ("run", "pull", "devices"))
+    assert all(f"\n  {name} " in out for name in ("run", "pull", "devices", "check"))
 
 
 @pytest.mark.parametrize("args", [[], ["--nonsense"], ["pull"], ["devices", "x"]], ids=str)

@@ -99,16 +99,19 @@ def test_execution_options_have_the_names_and_defaults_of_engine_load() -> None:
         assert RUN.make_context("run", ["m", "p"]).params[name] == parameters[name].default, name
         shown = shown_default(PARAMS[name], ctx)
         default = parameters[name].default
-        assert shown == {"mmap": "--mmap"}.get(name, str(default)) or default is None, name
+        assert (
+            shown == {"mmap": "--mmap", "deterministic": "--no-deterministic"}.get(name, str(default))
+            or default is None
+        ), name
 
 
 def test_choices_are_those_of_the_parts_that_take_them() -> None:
-    from ggml_engine.engine import Engine
     from ggml_engine.ggml import backends
+    from ggml_engine.loading import load_executor
     from ggml_engine.pool.kv_types import KV_TYPES
 
     assert tuple(KV_TYPES) == execution_options.KV_TYPES
-    assert typing.get_args(typing.get_type_hints(Engine.load)["attention"]) == execution_options.ATTENTION_FORMS
+    assert typing.get_args(typing.get_type_hints(load_executor)["attention"]) == execution_options.ATTENTION_FORMS
     assert backends.MAX_THREADS == execution_options.MAX_THREADS
 
 
@@ -116,11 +119,11 @@ def test_execution_options_reach_engine_load(monkeypatch) -> None:
     engine = FakeEngine()
     monkeypatch.setattr(run_module, "load_engine", engine.load)
     args = ["--ctx", "99", "--threads", "3", "--device", "cpu", "--gpu-layers", "4", "--no-mmap", "--kv-type", "f32"]
-    assert main(["run", "m", "p", *args, "--attention", "flash", "--batch-tokens", "16"]) == 0
+    assert main(["run", "m", "p", *args, "--attention", "flash", "--batch-tokens", "16", "--deterministic"]) == 0
     given = {name: engine.load_options[name] for name in execution_options.LOAD_OPTIONS}
     assert given == {
         "ctx": 99, "threads": 3, "device": "cpu", "gpu_layers": 4, "mmap": False, "kv_type": "f32", "attention": "flash",
-        "max_batch_tokens": 16,
+        "max_batch_tokens": 16, "deterministic": True,
     }  # fmt: skip
 
 
