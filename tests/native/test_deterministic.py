@@ -10,10 +10,9 @@ import pytest
 from engines import Logits, batch_of, executor_over, feed, loaded
 from tiny_models import F16, F32, VOCAB, write_gemma3, write_llama
 
-from ggml_engine.executor.executor import GgmlExecutor
 from ggml_engine.models.model import Model
 
-TOKENS: list[list[int]] = np.random.default_rng(3).integers(3, VOCAB, (5, 40)).tolist()
+TOKENS: list[list[int]] = np.random.default_rng(3).integers(3, VOCAB, (5, 150)).tolist()
 # Weights in floats: their kernels round by the number of rows, which is what whole tiles of rows are for.
 CASES = [("llama", F32), ("llama", F16), ("gemma3", F32), ("gemma3", F16)]
 GEOMETRIES = [(64, 256), (64, 64), (128, 64)]
@@ -25,48 +24,42 @@ def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     if kind == "llama":
         write_llama(path, types=types)
     else:
-        write_gemma3(path, window=5, n_layer=3, pattern=2, types=types)
+        write_gemma3(path, window=40, n_layer=3, pattern=2, types=types)
     with loaded(path, threads=1) as model:
         yield model
 
 
-@pytest.fixture(params=GEOMETRIES, ids=[f"runs of {run}, blocks of {block}" for run, block in GEOMETRIES])
+@pytest.fixture(
+    scope="module", params=GEOMETRIES, ids=[f"runs of {run}, blocks of {block}" for run, block in GEOMETRIES]
+)
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return {"deterministic": True, "capacity": 1024, "run": request.param[0], "read_block": request.param[1]}
+    return {"deterministic": True, "capacity": 2048, "run": request.param[0], "read_block": request.param[1]}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def alone(model: Model, options: dict[str, Any]) -> list[Logits]:
-    """The logits of every token, each sequence in an executor of its own: 13 tokens, then one by one."""
+    """The logits of every token, each sequence in an executor of its own: 70 tokens, then one by one."""
     found = []
     for tokens in TOKENS:
         with executor_over(model, **options) as executor:
             sequence = executor.open()
             found.append(
-                np.concatenate([feed(executor, sequence, tokens[:13]), feed(executor, sequence, tokens[13:], 1)])
+                np.concatenate([feed(executor, sequence, tokens[:70]), feed(executor, sequence, tokens[70:], 1)])
             )
     return found
-
-
-def decode_together(executor: GgmlExecutor, sequences: list[int], which: list[int], start: int, stop: int) -> Logits:
-    """[step, sequence, n_vocab]"""
-    steps = []
-    for at in range(start, stop):
-        steps.append(executor.forward(batch_of([(s, [TOKENS[i][at]]) for s, i in zip(sequences, which, strict=True)])))
-    return np.stack(steps)
 
 
 def test_decoding_in_a_batch_is_decoding_alone(model: Model, options: dict[str, Any], alone: list[Logits]) -> None:
     with executor_over(model, **options) as executor:
         sequences = [executor.open() for _ in TOKENS]
         for i, sequence in enumerate(sequences):
-            assert feed(executor, sequence, TOKENS[i][:13]).tobytes() == alone[i][:13].tobytes()
-        together = decode_together(executor, sequences, list(range(5)), 13, 40)
-        for i in range(5):
-            assert together[:, i].tobytes() == alone[i][13:].tobytes()
+            assert feed(executor, sequence, TOKENS[i][:70]).tobytes() == alone[i][:70].tobytes()
+        for at in range(70, 150):
+            logits = executor.forward(batch_of([(s, [TOKENS[i][at]]) for i, s in enumerate(sequences)]))
+            assert logits.tobytes() == b"".join(alone[i][at].tobytes() for i in range(5))
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 8, 40])
+@pytest.mark.parametrize("chunk", [1, 3, 8, 40, 150])
 def test_a_prefill_in_other_chunks_is_the_same(
     model: Model, options: dict[str, Any], alone: list[Logits], chunk: int
 ) -> None:
@@ -77,10 +70,10 @@ def test_a_prefill_in_other_chunks_is_the_same(
 def test_a_prefill_beside_decodes_is_the_same(model: Model, options: dict[str, Any], alone: list[Logits]) -> None:
     with executor_over(model, **options) as executor:
         a, b = executor.open(), executor.open()
-        feed(executor, a, TOKENS[0][:13])
-        logits = executor.forward(batch_of([(a, TOKENS[0][13:14]), (b, TOKENS[1][:26])]))
-        assert logits[0].tobytes() == alone[0][13].tobytes()
-        assert logits[1:].tobytes() == alone[1][:26].tobytes()
+        feed(executor, a, TOKENS[0][:70])
+        logits = executor.forward(batch_of([(a, TOKENS[0][70:71]), (b, TOKENS[1][:99])]))
+        assert logits[0].tobytes() == alone[0][70].tobytes()
+        assert logits[1:].tobytes() == alone[1][:99].tobytes()
 
 
 def test_a_clone_a_rewind_and_cells_elsewhere_are_the_same(
@@ -89,12 +82,23 @@ def test_a_clone_a_rewind_and_cells_elsewhere_are_the_same(
     with executor_over(model, **options) as executor:
         parked, source = executor.open(), executor.open()
         feed(executor, parked, TOKENS[4][:29])
-        feed(executor, source, TOKENS[0][:25])
-        clone = executor.clone(source, 21)
+        feed(executor, source, TOKENS[0][:90])
+        clone = executor.clone(source, 75)
         beside = executor.open()
         feed(executor, beside, TOKENS[2][:7])  # between the clone's prefix and what follows
-        executor.rewind(source, 17)
-        assert feed(executor, clone, TOKENS[0][21:30], 1).tobytes() == alone[0][21:30].tobytes()
-        assert feed(executor, source, TOKENS[0][17:40], 4).tobytes() == alone[0][17:40].tobytes()
-        lowest = int(executor.cache.cells_of(source)[0])  # type: ignore[attr-defined]
-        assert lowest > 0, "its cells lie where they do alone: nothing is shown"
+        executor.rewind(source, 60)
+        assert feed(executor, clone, TOKENS[0][75:140], 1).tobytes() == alone[0][75:140].tobytes()
+        assert feed(executor, source, TOKENS[0][60:], 4).tobytes() == alone[0][60:].tobytes()
+        assert executor.cache.cells_of(source)[0] > 0, "its cells lie where they do alone"  # type: ignore[attr-defined]
+
+
+def test_cells_that_descend_are_the_same(model: Model, options: dict[str, Any], alone: list[Logits]) -> None:  # R73
+    """Placement ascends while it can: here the pool's end is reached, and the sequence goes on at its beginning."""
+    with executor_over(model, **{**options, "capacity": 256}) as executor:
+        parked, sequence = executor.open(), executor.open()
+        feed(executor, parked, TOKENS[4][:100])
+        feed(executor, sequence, TOKENS[0][:110])
+        executor.close(parked)
+        assert feed(executor, sequence, TOKENS[0][110:], 1).tobytes() == alone[0][110:].tobytes()
+        cells = executor.cache.cells_of(sequence)  # type: ignore[attr-defined]
+        assert cells[-1] < cells[0], "they ascend: nothing is shown"

@@ -1,0 +1,154 @@
+"""Runs the tests against the package with one thing taken out at a time: every patch here must turn its tests red.
+
+    python tests/reverts/run.py [name ...]
+
+A patch reverts one thing in a copy of the package; its head says in `Tests:` what to run, in `Red:` which of the groups
+(classes or functions of those tests) must have a failure, and in `At least:` how many of them (all, where it is left
+out). Without any patch the same tests must be green. Prints a table; exit code 1 when a revert was not noticed.
+"""
+
+# ruff: noqa: T201 - a program: it prints
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+TIMEOUT_S = 300
+RESULT = re.compile(r"^(tests/\S+?\.py)::(.+?) (PASSED|FAILED|ERROR)\b")
+STARTED = re.compile(r"^(tests/\S+?\.py)::(.+?) ?$")
+
+
+@dataclass(frozen=True)
+class Revert:
+    name: str
+    patch: Path
+    title: str
+    tests: tuple[str, ...]
+    red: tuple[str, ...]
+    at_least: int
+
+    @classmethod
+    def read(cls, patch: Path) -> Revert:
+        head, _, diff = patch.read_text(encoding="utf-8").partition("\n---\n")
+        if not diff:
+            raise SystemExit(f"{patch}: no line '---' between the head and the diff")
+        title, *lines = head.splitlines()
+        fields = dict(line.split(": ", 1) for line in lines if line)
+        red = tuple(fields["Red"].split())
+        return cls(patch.stem, patch, title, tuple(fields["Tests"].split()), red, int(fields.get("At least", len(red))))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    red: frozenset[str]  # groups with a failure
+    green: frozenset[str]  # groups that ran without one
+    n_failed: int
+    status: str
+    output: str
+
+
+def group_of(test: str) -> str:
+    """The class of a test, or its function where it has none."""
+    return re.split(r"::|\[", test)[0]
+
+
+def copy_of_the_package(into: Path) -> None:
+    shutil.copytree(ROOT / "ggml_engine", into / "ggml_engine", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "tests", into / "tests", ignore=shutil.ignore_patterns("__pycache__", "reverts"))
+    shutil.copy(ROOT / "pyproject.toml", into)
+
+
+def run_tests(folder: Path, tests: tuple[str, ...]) -> Outcome:
+    """Runs them in `folder`, over the package that lies there. A process that dies fails the test it was in."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONUNBUFFERED": "1", "COLUMNS": "400"}
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    red: set[str] = set()
+    green: set[str] = set()
+    n_failed = 0
+    running = None
+    for line in done.stdout.splitlines():
+        result, started = RESULT.match(line), STARTED.match(line)
+        if result:
+            failed = result[3] != "PASSED"
+            n_failed += failed
+            (red if failed else green).add(group_of(result[2]))
+            running = None
+        elif started:
+            running = group_of(started[2])
+    status = {0: "green", 1: "red"}.get(done.returncode, f"exit {done.returncode}")
+    if done.returncode < 0:
+        status = f"died of signal {-done.returncode}"
+        red |= {running} if running else set()
+    return Outcome(frozenset(red), frozenset(green - red), n_failed, status, done.stdout + done.stderr)
+
+
+def try_revert(revert: Revert) -> tuple[bool, str, Outcome | None]:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        copy_of_the_package(folder)
+        apply = ["git", "apply", "--whitespace=nowarn", str(revert.patch)]
+        applied = subprocess.run(apply, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+        if applied.returncode:
+            return False, f"does not apply: {applied.stderr.strip()}", None
+        outcome = run_tests(folder, revert.tests)
+    noticed = [group for group in revert.red if group in outcome.red]
+    is_noticed = len(noticed) >= revert.at_least and (outcome.status == "red" or outcome.status.startswith("died"))
+    told = (
+        f"{outcome.status}, {outcome.n_failed} failed, red: {', '.join(noticed) or 'none of ' + ', '.join(revert.red)}"
+    )
+    return is_noticed, told, outcome
+
+
+def is_green_without(reverts: list[Revert]) -> bool:
+    """Whether the tests pass where nothing is reverted; that also shows that every named group is there."""
+    tests = tuple(sorted({test for revert in reverts for test in revert.tests}))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        copy_of_the_package(folder)
+        outcome = run_tests(folder, tests)
+    missing = {group for revert in reverts for group in revert.red} - outcome.green
+    print(
+        f"{'ok' if outcome.status == 'green' and not missing else 'BAD':4} without a revert: {outcome.status}",
+        flush=True,
+    )
+    if outcome.status != "green":
+        print(outcome.output[-4000:])
+    if missing:
+        print(f"     groups that no green test belongs to: {', '.join(sorted(missing))}")
+    return outcome.status == "green" and not missing
+
+
+def main(names: list[str]) -> int:
+    reverts = [Revert.read(patch) for patch in sorted(HERE.glob("*.patch"))]
+    unknown = set(names) - {revert.name for revert in reverts}
+    if unknown or not reverts:
+        print(f"no such reverts: {', '.join(sorted(unknown))}; there are: {', '.join(r.name for r in reverts)}")
+        return 2
+    reverts = [revert for revert in reverts if not names or revert.name in names]
+    start = time.monotonic()
+    all_noticed = is_green_without(reverts)
+    for revert in reverts:
+        is_noticed, told, outcome = try_revert(revert)
+        all_noticed &= is_noticed
+        print(f"{'ok' if is_noticed else 'BAD':4} {revert.name:44} {told}", flush=True)
+        if outcome is not None and not is_noticed:
+            print(outcome.output[-4000:])
+    print(f"{len(reverts)} reverts in {time.monotonic() - start:.0f} s, {'all' if all_noticed else 'NOT ALL'} noticed")
+    return 0 if all_noticed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
