@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -69,6 +69,30 @@ class Hyperparameters:
     window: tuple[int, ...]
     attention_scale: float
     logit_softcap: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        architecture: str,
+        sizes: Sizes,
+        *,
+        norm_rms_eps: float,
+        rope: tuple[Rope, ...],
+        window: tuple[int, ...],
+        attention_scale: float,
+        logit_softcap: float = 0.0,
+    ) -> Hyperparameters:
+        """The sizes, with what an architecture makes of the rest."""
+        common = {field.name: getattr(sizes, field.name) for field in fields(sizes) if field.name != "n_rot"}
+        return cls(
+            architecture=architecture,
+            norm_rms_eps=norm_rms_eps,
+            rope=rope,
+            window=window,
+            attention_scale=attention_scale,
+            logit_softcap=logit_softcap,
+            **common,
+        )
 
     def kv_layers(self) -> tuple[KvLayer, ...]:
         """What each layer keeps per cell."""
@@ -184,7 +208,9 @@ def positive(value: float) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
+class Sizes:
+    """The sizes of a decoder. Tuples have one entry per layer."""
+
     n_layer: int
     n_ctx_train: int
     n_embd: int
@@ -197,7 +223,7 @@ class _Sizes:
     n_rot: int
 
 
-def read_sizes(reader: MetadataReader) -> _Sizes:
+def read_sizes(reader: MetadataReader) -> Sizes:
     """The sizes that every decoder has, checked against each other and against the embedding table."""
     n_layer = reader.integer("block_count", 1, MAX_LAYERS)
     _check_layers_present(reader, n_layer)
@@ -215,7 +241,7 @@ def read_sizes(reader: MetadataReader) -> _Sizes:
     if n_rot % 2:
         raise HyperparameterError(reader.key("rope.dimension_count"), f"must be even, is {n_rot}")
     context = reader.integer("context_length", 1, 2**63)
-    return _Sizes(
+    return Sizes(
         n_layer, min(context, MAX_CONTEXT), n_embd, _embedding_rows(reader, n_embd),
         reader.per_layer("feed_forward_length", n_layer, 1, _MAX_SIZE), n_head, n_head_kv, n_embd_head_k,
         n_embd_head_v, n_rot,
@@ -271,7 +297,7 @@ def read_window(reader: MetadataReader) -> int:
     return reader.integer("attention.sliding_window", 0, 2**31 - 1, 0)
 
 
-def read_rope(reader: MetadataReader, mode: int, sizes: _Sizes) -> Rope:
+def read_rope(reader: MetadataReader, mode: int, sizes: Sizes) -> Rope:
     """Base, scaling and YaRN terms of the rotation (Peng et al., arXiv:2309.00071; llama.cpp's llama-context.cpp)."""
     base = reader.number("rope.freq_base", positive, "above 0", 10000.0)
     kind = reader.text("rope.scaling.type", "linear")

@@ -45,17 +45,9 @@ def hyperparameters(reader: MetadataReader) -> Hyperparameters:
     window = read_window(reader)
     windowed = _windowed_layers(reader, sizes.n_layer) if window else (False,) * sizes.n_layer
     head = sizes.n_embd // sizes.n_head[0] if sizes.n_layer == _LAYERS_27B else sizes.n_embd_head_k
-    return Hyperparameters(
-        architecture="gemma3",
-        n_layer=sizes.n_layer,
-        n_ctx_train=sizes.n_ctx_train,
-        n_embd=sizes.n_embd,
-        n_vocab=sizes.n_vocab,
-        n_ff=sizes.n_ff,
-        n_head=sizes.n_head,
-        n_head_kv=sizes.n_head_kv,
-        n_embd_head_k=sizes.n_embd_head_k,
-        n_embd_head_v=sizes.n_embd_head_v,
+    return Hyperparameters.of(
+        "gemma3",
+        sizes,
         norm_rms_eps=read_rms_eps(reader),
         rope=tuple(rope_windowed if flag else rope_full for flag in windowed),
         window=tuple(window if flag else 0 for flag in windowed),

@@ -38,17 +38,9 @@ def hyperparameters(reader: MetadataReader) -> Hyperparameters:
     if reader.integer("expert_count", 0, 1 << 16, 0):
         raise UnsupportedArchitectureError("llama with experts (Mixtral) has no graph here yet; dense llama has")
     rope = read_rope(reader, ROPE_NORMAL, sizes)
-    return Hyperparameters(
-        architecture="llama",
-        n_layer=sizes.n_layer,
-        n_ctx_train=sizes.n_ctx_train,
-        n_embd=sizes.n_embd,
-        n_vocab=sizes.n_vocab,
-        n_ff=sizes.n_ff,
-        n_head=sizes.n_head,
-        n_head_kv=sizes.n_head_kv,
-        n_embd_head_k=sizes.n_embd_head_k,
-        n_embd_head_v=sizes.n_embd_head_v,
+    return Hyperparameters.of(
+        "llama",
+        sizes,
         norm_rms_eps=read_rms_eps(reader),
         rope=(rope,) * sizes.n_layer,
         window=(0,) * sizes.n_layer,
