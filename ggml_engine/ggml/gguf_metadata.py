@@ -120,13 +120,18 @@ class GGUFArray:
 
     def strings(self) -> list[bytes]:
         """All strings as they are in the file; TypeError for an array of numbers."""
+        starts, ends = self.bounds()
+        region = self._source.memory[self.offset : self._end]
+        first, last = starts - self.offset, ends - self.offset
+        return [region[begin:end] for begin, end in zip(first.tolist(), last.tolist(), strict=True)]
+
+    def bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where each string begins and ends in the file, i64 [len] each; TypeError for an array of numbers."""
         starts = self._text_starts()
         if not self._n:
-            return []
-        region = self._source.memory[self.offset : self._end]
-        first = np.frombuffer(starts, f"u{starts.itemsize}").astype(np.int64) - self.offset
-        last = np.append(first[1:] - 8, len(region))
-        return [region[begin:end] for begin, end in zip(first.tolist(), last.tolist(), strict=True)]
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        first = np.frombuffer(starts, f"u{starts.itemsize}").astype(np.int64)
+        return first, np.append(first[1:] - 8, self._end)
 
     def raw(self, index: int) -> bytes:
         """String `index` as it is in the file; IndexError outside 0 to len - 1."""

@@ -287,11 +287,15 @@ class _Reader:
         found = self.metadata.find_array(key, GGUFType.STRING)
         if found is None or not len(found):
             raise self.error(f"{key} is missing or empty; a byte-pair tokenizer cannot work without")
-        merges = found.strings()
         # a merge of unknown tokens is harmless: libllama falls back to the tokens of the bytes
-        good = [merge for merge in merges if merge.find(b" ", 1) > 0]
-        if len(good) == len(merges):
-            return [_array_head(key, GGUFType.STRING, len(merges)), self.raw(found, sum(map(len, merges)))]
+        begins, ends = found.bounds()
+        whole = np.frombuffer(self.file.parts[0].buffer, np.uint8)[found.offset : int(ends[-1])]
+        spaces = np.append(np.flatnonzero(whole == ord(" ")) + found.offset, ends[-1] + 1)
+        is_pair = spaces[np.searchsorted(spaces, begins + 1)] < ends  # a space, and something before it
+        if is_pair.all():
+            return [_array_head(key, GGUFType.STRING, len(found)), self.raw(found, int((ends - begins).sum()))]
+        merges = found.strings()
+        good = [merges[i] for i in np.flatnonzero(is_pair).tolist()]
         self.warnings.append(f"{len(merges) - len(good)} of {len(merges)} merges hold no pair: left out")
         return [_texts(key, good)]
 
