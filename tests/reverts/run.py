@@ -71,7 +71,9 @@ def copy_of_the_package(into: Path) -> None:
 def run_tests(folder: Path, tests: tuple[str, ...]) -> Outcome:
     """Runs them in `folder`, over the package that lies there. A process that dies fails the test it was in."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONUNBUFFERED": "1", "COLUMNS": "400"}
-    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *tests]
+    # plain assertions: pytest's account of how two long byte strings differ takes minutes, in full where CI is set
+    plain = ["--assert=plain", "--tb=short", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-v", *plain, *tests]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
