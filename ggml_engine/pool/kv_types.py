@@ -7,6 +7,7 @@ quantised (as libllama does: K in the largest power of two that divides a head, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -79,12 +80,14 @@ class KvFormat:
         return _ROTATED_PIECE if self.v_type in QUANTISED and n_head_elements % _ROTATED_PIECE == 0 else None
 
 
+@cache  # a step with quantised K/V fills it in again, and there are a few sizes at most
 def hadamard(n: int) -> npt.NDArray[np.float32]:
-    """The orthonormal Hadamard matrix [n, n] in Sylvester's order; n is a power of two."""
+    """The orthonormal Hadamard matrix [n, n] in Sylvester's order, read-only; n is a power of two."""
     matrix: npt.NDArray[np.float32] = np.full((1, 1), 1.0, np.float32)
     while matrix.shape[0] < n:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     scaled: npt.NDArray[np.float32] = matrix * (np.float32(1.0) / np.sqrt(np.float32(n)))
+    scaled.setflags(write=False)
     return scaled
 
 
