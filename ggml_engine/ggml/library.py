@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ggml_engine.errors import LibraryError
+from ggml_engine.ggml import amx
 from ggml_engine.ggml._bindings import ffi
 
 __all__ = ["CHECKED_VERSIONS", "Libraries", "ffi", "load", "restore_log", "running_graph"]
@@ -212,6 +213,7 @@ def load() -> Libraries:
             if not libraries.registry.ggml_backend_dev_count():
                 # a build whose backends are separate files
                 libraries.registry.ggml_backend_load_all_from_path(str(libraries.directory).encode())
+            amx.guard(libraries.base, libraries.registry)
             atexit.register(_silence_at_exit, libraries)
             _loaded = libraries
         return _loaded
