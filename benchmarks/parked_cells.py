@@ -2,9 +2,9 @@
 
     python benchmarks/parked_cells.py [--model NAME_OR_PATH] [--history 512] [--parked 8192] [--steps 32] [--turns 7]
 
-Three executors over one model: nothing parked, parked cells in one piece behind the session, and parked sessions that
-were grown side by side with it in runs. They decode in turns, since machines drift; a ratio is that of the medians. Run
-it alone: threads of ggml spin.
+Three executors over one model, alike but for what was done with them: nothing parked, parked cells in one piece behind
+the session, and parked sessions that were grown side by side with it in runs. They decode in turns, since machines
+drift; a ratio is that of the medians. Run it alone: threads of ggml spin.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Session:
         stats = self.executor.stats()
         print(
             f"{self.label:36} {median_s * 1e3:9.3f} ms a token  {alone_s / median_s:6.3f} of the speed alone  "
-            f"{stats['cells_used']:6} cells used"
+            f"{stats['cells_used']:6} cells used of {self.executor.cache.pool.rows} stored"
         )
 
 
@@ -104,13 +104,14 @@ def main() -> None:
     arguments = parser.parse_args()
     with GGUFFile.open(find_model(arguments.model)) as file:
         model = load_model(file, threads=arguments.threads)
-        room = arguments.history + arguments.steps + 64
-        alone = Session("nothing parked", model, room, arguments.history)
+        n_side = N_SIDE_BY_SIDE * (max(arguments.history, arguments.parked // N_SIDE_BY_SIDE) + 128)
+        # One capacity for all: it bounds what a read is rounded up to, so another one would compare other reads.
+        capacity = arguments.history + arguments.steps + 64 + max(n_side, arguments.parked + 1024)
+        alone = Session("nothing parked", model, capacity, arguments.history)
         alone.park_behind(0)
-        behind = Session("parked behind", model, room + arguments.parked + 1024, arguments.history)
+        behind = Session("parked behind", model, capacity, arguments.history)
         behind.park_behind(arguments.parked)
-        n_between = N_SIDE_BY_SIDE * (max(arguments.history, arguments.parked // N_SIDE_BY_SIDE) + 128)
-        between = Session("parked between, in runs", model, room + n_between, arguments.history)
+        between = Session("parked between, in runs", model, capacity, arguments.history)
         between.park_between(arguments.parked)
         sessions = [alone, behind, between]
         for session in sessions:  # graphs are built, caches are warm

@@ -221,7 +221,8 @@ class GgmlExecutor:
         max_tensors = hp.n_layer * (_NODES_PER_LAYER + _NODES_PER_PIECE * n_pieces) + _NODES_BESIDE
         b = GraphBuilder(self.model.libraries, max_tensors, len(self.model.weights) + 2 * hp.n_layer)
         try:
-            inputs = GraphInputs(b, key, self.cache, hp.n_vocab, join=self.options.deterministic)
+            join = self.options.deterministic or self.form is AttentionForm.FLASH
+            inputs = GraphInputs(b, key, self.cache, hp.n_vocab, join=join)
             g = ModelGraph(
                 b,
                 hp,

@@ -24,9 +24,13 @@ from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.attention import KvRows
 from ggml_engine.pool.cells import Placement
 from ggml_engine.pool.kv_types import hadamard
+from ggml_engine.pool.read_plan import Comb, group_spans
 from ggml_engine.pool.registry import GgmlCache
 
 Spans = tuple[tuple[int, int], ...]
+
+# Queries are copied for every tooth of a comb: that saves nodes, and must cost less than they do.
+_MAX_COMB_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,8 @@ class GraphInputs:
                 self._v_rows[width] = b.input(f"inp_v_rows_{width}", TensorType.I64, n * width)
         self._masks = []
         self._mask_data: list[npt.NDArray[np.float16]] = []
+        single = join or n > _MAX_COMB_TOKENS
+        self._combs = [[Comb(*span) for span in spans] if single else group_spans(spans) for spans in key.reads]
         for index, spans in enumerate(key.reads):
             n_rows = sum(length for _, length in spans)
             self._masks.append(b.input(f"inp_mask_{index}", TensorType.F16, n_rows, n))
@@ -110,7 +116,7 @@ class GraphInputs:
     def read(self, layer: int) -> KvRows:
         """What the step's queries see in this layer."""
         window = self._cache.window_of_layer[layer]
-        k, v = self._cache.pool.read(self._b, layer, self._key.reads[window])
+        k, v = self._cache.pool.read(self._b, layer, self._combs[window])
         columns = self._cache.pool.format.v_layout == "columns"
         return KvRows(k, v, columns, self._masks[window], self._join)
 

@@ -350,8 +350,8 @@ class GraphBuilder(TensorContext):
         return self._named(make(self._room("reshape", a), a.ptr, *ne), name)
 
     def view(self, a: Tensor, ne: tuple[int, ...], strides: tuple[int, ...], offset: int, name: str = "") -> Tensor:
-        """Part of a tensor: 1 to 3 dimensions `ne`, strides in bytes of dimensions 1 and 2, offset in bytes."""
-        _require(1 <= len(ne) <= 3 and len(strides) == len(ne) - 1, "view", f"bad shape {ne}, strides {strides}", a)
+        """Part of a tensor: 1 to 4 dimensions `ne`, strides in bytes of dimensions 1 and up, offset in bytes."""
+        _require(1 <= len(ne) <= 4 and len(strides) == len(ne) - 1, "view", f"bad shape {ne}, strides {strides}", a)
         _require(all(n > 0 for n in ne) and all(s > 0 for s in strides) and offset >= 0, "view", "negative", a)
         _require(ne[0] % a.type.block_size == 0, "view", f"rows of {ne[0]} do not fill blocks", a)
         last = offset + a.type.row_bytes(ne[0])
@@ -362,7 +362,8 @@ class GraphBuilder(TensorContext):
         held = a if a.ptr.view_src == ffi.NULL else wrap(a.ptr.view_src)
         _require(packed <= held.span_bytes, "view", f"its rows overlap too far: {packed} of {held.span_bytes} bytes", a)
         _require(all(s % a.type.block_bytes == 0 for s in (*strides, offset)), "view", "unaligned stride or offset", a)
-        make = (self.base.ggml_view_1d, self.base.ggml_view_2d, self.base.ggml_view_3d)[len(ne) - 1]
+        makers = (self.base.ggml_view_1d, self.base.ggml_view_2d, self.base.ggml_view_3d, self.base.ggml_view_4d)
+        make = makers[len(ne) - 1]
         return self._named(make(self._room("view", a), a.ptr, *ne, *strides, offset), name)
 
     def permute(self, a: Tensor, *axes: int, name: str = "") -> Tensor:
@@ -377,6 +378,19 @@ class GraphBuilder(TensorContext):
         _require(ne0 > 0 and ne1 > 0 and ne0 * ne1 == a.n_elements, "cont_2d", f"[{ne0}, {ne1}] does not fit", a)
         _require(a.type in FLOAT_TYPES, "cont_2d", "floats are needed", a)
         return self._named(self.base.ggml_cont_2d(self._room("cont_2d", a), a.ptr, ne0, ne1), name)
+
+    def repeat(self, a: Tensor, n: int, name: str = "") -> Tensor:
+        """`n` copies of a tensor of at most three dimensions, along dimension 3."""
+        _require(a.type == TensorType.F32, "repeat", "f32 is needed", a)
+        _require(a.ne[3] == 1, "repeat", "at most three dimensions are needed", a)
+        _require(n > 0, "repeat", f"{n} times", a)
+        _require_countable("repeat", (*a.ne[:3], n))
+        return self._named(self.base.ggml_repeat_4d(self._room("repeat", a), a.ptr, *a.ne[:3], n), name)
+
+    def sum_rows(self, a: Tensor, name: str = "") -> Tensor:
+        """The sum of each row: dimension 0 becomes 1."""
+        _require(a.type == TensorType.F32 and a.has_contiguous_rows, "sum_rows", "f32 rows are needed", a)
+        return self._named(self.base.ggml_sum_rows(self._room("sum_rows", a), a.ptr), name)
 
     def cont(self, a: Tensor, name: str = "") -> Tensor:
         """A contiguous copy."""

@@ -28,8 +28,9 @@ class AttentionForm(str, Enum):
 class KvRows:
     """What a layer's queries read, in one or more pieces, in the order of the mask's rows.
 
-    A piece of k is [head, rows, heads], of v the same ("rows") or [rows, head, heads] ("columns"). `join` asks for one
-    sum over all rows, so that the result does not depend on how they were cut.
+    A piece of k is [head, rows, heads], of v the same ("rows") or [rows, head, heads] ("columns"). Without `join` a
+    piece may have a fourth dimension: several spans of so many rows each, one after the other. `join` asks for one sum
+    over all rows, so that the result does not depend on how they were cut; flash attention needs it.
     """
 
     k: Sequence[Tensor]
@@ -72,12 +73,22 @@ def attend(
         return _flash(b, q, rows, scale, softcap, name)
     if rows.join:
         rows = _joined(b, rows)
-    scores = _concat(b, [b.mul_mat(k, q, f"{name}.kq", f32_accumulation=True) for k in rows.k], 0)
+    scores = _concat(b, [_score(b, k, q, name) for k in rows.k], 0)
     if softcap > 0:
         scores = b.scale(b.tanh(b.scale(scores, 1.0 / softcap)), softcap, f"{name}.kq_capped")
     weights = b.soft_max(scores, rows.mask, scale, f"{name}.kq_soft_max")  # [rows, tokens, heads]
     mixed = _mix(b, rows, weights, name)  # [head_v, tokens, heads]
     return b.cont_2d(b.permute(mixed, 0, 2, 1, 3), mixed.ne[0] * n_head, n_tokens, f"{name}.kqv_out")
+
+
+def _score(b: GraphBuilder, k: Tensor, q: Tensor, name: str) -> Tensor:
+    """Products of the queries with one piece: [rows, tokens, heads]."""
+    n_spans = k.ne[3]
+    if n_spans == 1:
+        return b.mul_mat(k, q, f"{name}.kq", f32_accumulation=True)
+    scores = b.mul_mat(k, b.repeat(q, n_spans), f"{name}.kq", f32_accumulation=True)
+    in_row = b.cont(b.permute(scores, 0, 2, 3, 1))  # [rows of a span, spans, tokens, heads]
+    return b.reshape(in_row, k.ne[1] * n_spans, *q.ne[1:3])
 
 
 def _mix(b: GraphBuilder, rows: KvRows, weights: Tensor, name: str) -> Tensor:
@@ -86,14 +97,20 @@ def _mix(b: GraphBuilder, rows: KvRows, weights: Tensor, name: str) -> Tensor:
     first = 0
     for v in rows.v:
         columns = v if rows.v_is_columns else b.cont(b.permute(v, 1, 0, 2, 3), f"{name}.v_columns")
-        n_rows = columns.ne[0]
+        n_rows, n_spans = columns.ne[0], columns.ne[3]
         part = weights
-        if len(rows.v) > 1:
-            shape = (n_rows, weights.ne[1], weights.ne[2])
-            part = b.view(weights, shape, weights.nb[1:3], first * weights.nb[0])
+        if n_rows < weights.ne[0]:
+            shape: tuple[int, ...] = (n_rows, *weights.ne[1:3])
+            strides: tuple[int, ...] = weights.nb[1:3]
+            if n_spans > 1:
+                shape, strides = (*shape, n_spans), (*strides, n_rows * weights.nb[0])
+            part = b.view(weights, shape, strides, first * weights.nb[0])
         mixed = b.mul_mat(columns, part, f"{name}.kqv")
+        if n_spans > 1:
+            by_span = b.cont(b.permute(mixed, 1, 2, 3, 0))  # [spans, head_v, tokens, heads]
+            mixed = b.reshape(b.sum_rows(by_span), *mixed.ne[:3])
         total = mixed if total is None else b.add(total, mixed)
-        first += n_rows
+        first += n_rows * n_spans
     if total is None:
         raise GraphError(f"{name}: nothing to attend to")
     return total

@@ -20,8 +20,7 @@ from ggml_engine.ggml.library import Libraries
 from ggml_engine.ggml.ops import GraphBuilder, Tensor
 from ggml_engine.models.config import KvLayer
 from ggml_engine.pool.kv_types import KvFormat, decode
-
-Spans = Sequence[tuple[int, int]]
+from ggml_engine.pool.read_plan import Comb
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +55,15 @@ def check_memory(layers: Sequence[KvLayer], backends: Sequence[Backend], capacit
 def _free_all(storages: Sequence[_LayerStorage]) -> None:
     for storage in storages:
         storage.free()
+
+
+def _teeth(
+    b: GraphBuilder, x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], comb: Comb, row_stride: int, name: str
+) -> Tensor:
+    """The view of shape and strides at every tooth of `comb`; `row_stride` in bytes from one row to the next."""
+    if comb.n_teeth > 1:
+        shape, strides = (*shape, comb.n_teeth), (*strides, comb.stride * row_stride)
+    return b.view(x, shape, strides, comb.lo * row_stride, name)
 
 
 class GgmlKvPool:
@@ -174,28 +182,29 @@ class GgmlKvPool:
         elements = b.reshape(v, 1, v.n_elements)
         b.expand(b.set_rows(flat, elements, v_rows, f"blk.{layer}.v_store"))
 
-    def read(self, b: GraphBuilder, layer: int, spans: Spans) -> tuple[list[Tensor], list[Tensor]]:
-        """Add the reading of spans (first row, number) to a graph: views, nothing is copied.
+    def read(self, b: GraphBuilder, layer: int, combs: Sequence[Comb]) -> tuple[list[Tensor], list[Tensor]]:
+        """Add the reading of combs to a graph: views, nothing is copied.
 
-        Gives for each span k [head, rows, heads] and v [head, rows, heads], or [rows, head, heads] in "columns".
+        Gives for each comb k [head, rows of a tooth, heads, teeth], and v the same, or [rows of a tooth, head, heads,
+        teeth] in "columns".
         """
         storage = self._storage[layer]
         n_head = self.layers[layer].n_head
-        k = [self._row_heads(b, storage.k, n_head, span, f"blk.{layer}.k") for span in spans]
+        k = [self._row_heads(b, storage.k, n_head, comb, f"blk.{layer}.k") for comb in combs]
         view = self._row_heads if self.format.v_layout == "rows" else self._column_heads
-        return k, [view(b, storage.v, n_head, span, f"blk.{layer}.v") for span in spans]
+        return k, [view(b, storage.v, n_head, comb, f"blk.{layer}.v") for comb in combs]
 
     @staticmethod
-    def _row_heads(b: GraphBuilder, x: Tensor, n_head: int, span: tuple[int, int], name: str) -> Tensor:
+    def _row_heads(b: GraphBuilder, x: Tensor, n_head: int, comb: Comb, name: str) -> Tensor:
         head = x.ne[0] // n_head
-        lo, n = span
-        return b.view(x, (head, n, n_head), (x.nb[1], x.type.row_bytes(head)), lo * x.nb[1], name)
+        shape, strides = (head, comb.n_rows, n_head), (x.nb[1], x.type.row_bytes(head))
+        return _teeth(b, x, shape, strides, comb, x.nb[1], name)
 
     @staticmethod
-    def _column_heads(b: GraphBuilder, x: Tensor, n_head: int, span: tuple[int, int], name: str) -> Tensor:
+    def _column_heads(b: GraphBuilder, x: Tensor, n_head: int, comb: Comb, name: str) -> Tensor:
         head = x.ne[1] // n_head
-        lo, n = span
-        return b.view(x, (n, head, n_head), (x.nb[1], head * x.nb[1]), lo * x.nb[0], name)
+        shape, strides = (comb.n_rows, head, n_head), (x.nb[1], head * x.nb[1])
+        return _teeth(b, x, shape, strides, comb, x.nb[0], name)
 
     # ---- the checker's side
 

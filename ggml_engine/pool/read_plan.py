@@ -24,6 +24,18 @@ Cells = npt.NDArray[np.int64]
 Span = tuple[int, int]
 
 
+class Comb(NamedTuple):
+    """Equally long spans at equal distances: `n_teeth` of `n_rows` rows, the first at `lo`, `stride` rows apart.
+
+    What sequences that grow side by side leave: each takes a run in turn. A span is a comb of one tooth.
+    """
+
+    lo: int
+    n_rows: int
+    n_teeth: int = 1
+    stride: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class ReadGeometry:
     """How spans are rounded: `run` and `read_block` (one divides the other), and the capacity that bounds them.
@@ -200,6 +212,34 @@ def plan_spans(los: Cells, his: Cells, geometry: ReadGeometry) -> tuple[Span, ..
     if is_capped or n_rows + padding <= dense_rows + block * n_stretches:
         los, his = _pad(los, his, padding, geometry.capacity)
     return tuple(zip(los.tolist(), (his - los).tolist(), strict=True))
+
+
+def group_spans(spans: Sequence[Span], least_teeth: int = 3) -> list[Comb]:
+    """`spans` in their order as combs; fewer than `least_teeth` in a row stay single spans."""
+    combs: list[Comb] = []
+    start = 0
+    while start < len(spans):
+        stop = _comb_end(spans, start)
+        lo, n_rows = spans[start]
+        if stop - start < least_teeth:
+            combs.append(Comb(lo, n_rows))
+            start += 1
+        else:
+            combs.append(Comb(lo, n_rows, stop - start, spans[start + 1][0] - lo))
+            start = stop
+    return combs
+
+
+def _comb_end(spans: Sequence[Span], start: int) -> int:
+    """One past the last span that is as long as the one at `start`, and as far from its neighbour as the next one."""
+    lo, n_rows = spans[start]
+    stop = start + 1
+    stride = spans[stop][0] - lo if stop < len(spans) else 0
+    if stride < n_rows:  # spans may also overlap or descend
+        return stop
+    while stop < len(spans) and spans[stop] == (lo + (stop - start) * stride, n_rows):
+        stop += 1
+    return stop
 
 
 def _merge_to(los: Cells, his: Cells, n: int) -> tuple[Cells, Cells]:

@@ -35,8 +35,8 @@ EXACT = 0.0
 
 # Ordinary mode, steps of other shapes: kernels work on several rows at once and on what is left over by other code, and
 # quantised kernels round activations by rows of four, so that a row's last bits depend on how many are beside it; each
-# layer then carries that on. Measured with the models of the demo extra, on two kinds of processor: up to 1.8e-2. A cell
-# that is seen and must not be, or the reverse, gives 0.1 and more, and deterministic mode is held to no difference.
+# layer then carries that on. Measured with the models of the demo extra, on two kinds of processor: up to 1.8e-2. A
+# cell that is seen and must not be, or the reverse, gives 0.1 and more; deterministic mode is held to no difference.
 OTHER_SHAPES = 5e-2
 
 # Against float64. What rounds is, first of all, how K and V are stored (flash attention rounds queries and weights to

@@ -64,6 +64,27 @@ def test_swiglu_and_geglu_gate_the_second() -> None:
     )
 
 
+def test_repeat_copies_along_dimension_3() -> None:
+    a = random(3, 4, 8)
+    close(evaluate(lambda bench: bench.builder.repeat(bench.input(a), 5)), np.broadcast_to(a, (5, 3, 4, 8)))
+
+
+def test_sum_rows_sums_each_row() -> None:
+    a = random(2, 3, 4, 9)
+    close(evaluate(lambda bench: bench.builder.sum_rows(bench.input(a))), a.sum(-1, dtype=np.float64, keepdims=True))
+
+
+def test_a_view_of_four_dimensions_reads_at_its_strides() -> None:
+    a = random(40, 8)
+
+    def build(bench: Bench) -> Tensor:
+        x = bench.input(a)
+        return bench.builder.cont(bench.builder.view(x, (4, 3, 2, 4), (x.nb[1], 16, 10 * x.nb[1]), 2 * x.nb[1]))
+
+    expected = np.stack([a[2 + 10 * i : 5 + 10 * i].reshape(3, 2, 4).transpose(1, 0, 2) for i in range(4)])
+    close(evaluate(build), expected)
+
+
 @pytest.mark.parametrize("eps", [0.0, 1e-6, 1e-1])
 def test_rms_norm_divides_each_row(eps: float) -> None:
     a = random(2, 3, 16)

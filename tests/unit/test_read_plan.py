@@ -9,7 +9,15 @@ import pytest
 from cell_walk import mask_of
 
 from ggml_engine.pool.cells import CellCache, Placement
-from ggml_engine.pool.read_plan import ReadGeometry, Span, find_stretches, merge_stretches, plan_spans
+from ggml_engine.pool.read_plan import (
+    Comb,
+    ReadGeometry,
+    Span,
+    find_stretches,
+    group_spans,
+    merge_stretches,
+    plan_spans,
+)
 
 
 def extend(cache: CellCache, sequences: list[int], n: int = 1) -> Placement:
@@ -235,3 +243,29 @@ class TestStability:
         for i, sequence in enumerate((a, c)):
             seen = rows[mask_of(placement)[i] == 0]
             assert seen.tolist() == cache.cells_of(sequence).tolist()  # ascending along the sequence
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ([(0, 64)], [Comb(0, 64)]),
+        ([(0, 64), (128, 64)], [Comb(0, 64), Comb(128, 64)]),
+        ([(64, 64), (256, 64), (448, 64)], [Comb(64, 64, 3, 192)]),
+        ([(0, 64), (256, 64), (512, 64), (768, 256)], [Comb(0, 64, 3, 256), Comb(768, 256)]),
+        ([(0, 32), (128, 64), (256, 64), (384, 64), (640, 64)], [Comb(0, 32), Comb(128, 64, 3, 128), Comb(640, 64)]),
+        ([(0, 64), (0, 64), (0, 64)], [Comb(0, 64)] * 3),
+        ([(512, 64), (256, 64), (0, 64)], [Comb(512, 64), Comb(256, 64), Comb(0, 64)]),
+        ([(0, 64), (32, 64), (64, 64)], [Comb(0, 64), Comb(32, 64), Comb(64, 64)]),
+    ],
+)
+def test_equally_spaced_spans_are_read_as_one_comb(spans: list[Span], expected: list[Comb]) -> None:
+    assert group_spans(spans) == expected
+
+
+def test_combs_hold_the_spans_in_their_order() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(500):
+        los = np.cumsum(rng.choice([64, 128, 128, 128, 256], rng.integers(1, 12)))
+        spans = [(int(lo), int(rng.choice([32, 64, 64, 64]))) for lo in los]
+        combs = group_spans(spans)
+        assert [(c.lo + i * c.stride, c.n_rows) for c in combs for i in range(c.n_teeth)] == spans
