@@ -6,6 +6,7 @@ EngineError
 │   ├── AllocationError              a buffer or context could not be had
 │   ├── GraphError                   a graph operation was about to be built from unfit tensors
 │   └── ComputeError                 a graph did not run to its end
+│       └── AbortedError             because it was told to stop
 ├── GGUFError                        a file is not a well-formed GGUF (code, path, offset, field)
 ├── ModelError                       a well-formed GGUF that is not a model we can run
 │   ├── UnsupportedArchitectureError
@@ -24,6 +25,12 @@ EngineError
 │   ├── UnknownSequenceError         no open sequence has this id
 │   ├── PositionError                positions do not continue their sequence
 │   └── StepError                    a step was used out of order (not declared, placed twice, stale)
+├── SessionError                     a session cannot do what was asked; nothing was changed
+│   ├── SessionBusyError             it has a generation already
+│   ├── SessionLimitError            no more sessions fit
+│   └── PoisonedError                an executor failed under it: only closing it is left
+├── ExecutorError                    an executor returned what it must not
+├── WouldBlockError                  a callback waits for the thread that it runs on
 ├── CancelledError                   the caller asked to stop
 └── ClosedError                      the object was closed before
 """
@@ -55,6 +62,10 @@ class GraphError(NativeError):
 
 class ComputeError(NativeError):
     """A graph did not run to its end."""
+
+
+class AbortedError(ComputeError):
+    """A graph was told to stop, and did."""
 
 
 class GGUFError(EngineError):
@@ -176,6 +187,30 @@ class PositionError(CacheError):
 
 class StepError(CacheError):
     """A step was used out of order: not declared, placed twice, or stale."""
+
+
+class SessionError(EngineError):
+    """A session cannot do what was asked; nothing was changed."""
+
+
+class SessionBusyError(SessionError):
+    """The session has a generation already."""
+
+
+class SessionLimitError(SessionError):
+    """No more sessions fit: the number of them, or the cells reserved for them, is used up."""
+
+
+class PoisonedError(SessionError):
+    """An executor failed under this session, so what it holds is not known: only closing it is left."""
+
+
+class ExecutorError(EngineError):
+    """An executor returned something else than it was asked for."""
+
+
+class WouldBlockError(EngineError):
+    """A callback of the engine thread waits for something that this thread has to do."""
 
 
 class CancelledError(EngineError):

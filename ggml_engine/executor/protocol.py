@@ -1,0 +1,86 @@
+"""`Executor`: what the control plane asks of whatever computes.
+
+Everything but `abort` is called from one thread, between or inside steps; `abort` may come from any. Tests have one
+without a model; `GgmlExecutor` is the real one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import numpy.typing as npt
+
+from ggml_engine.executor.batch import Batch
+from ggml_engine.executor.prepared import PreparedInput
+
+
+class Executor(ABC):
+    """Sequences, and forwards over them. Sequence ids are never issued twice."""
+
+    # ---- limits
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """How many cells there are."""
+
+    @property
+    @abstractmethod
+    def free_cells(self) -> int:
+        """How many cells no sequence owns."""
+
+    @property
+    @abstractmethod
+    def max_batch_tokens(self) -> int:
+        """The most tokens of one forward."""
+
+    @property
+    @abstractmethod
+    def n_vocab(self) -> int:
+        """The width of a row of logits."""
+
+    # ---- sequences
+
+    @abstractmethod
+    def open(self) -> int:
+        """A new, empty sequence."""
+
+    @abstractmethod
+    def close(self, sequence: int) -> None:
+        """Drop a sequence; cells that nobody else owns are free again."""
+
+    @abstractmethod
+    def rewind(self, sequence: int, to: int) -> None:
+        """Drop what a sequence holds from position `to` on, cells of a forward that failed included."""
+
+    @abstractmethod
+    def length(self, sequence: int) -> int:
+        """Committed positions of a sequence."""
+
+    def clone(self, source: int, upto: int) -> int | None:  # noqa: ARG002  # the default refuses
+        """A new sequence of the first `upto` positions of `source`, or None where that cannot be had."""
+        return None
+
+    # ---- steps
+
+    def accepts(self, prepared: PreparedInput) -> bool:  # noqa: ARG002  # the default knows no kind
+        """Whether `forward` can compute this input with this model."""
+        return False
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """Compute one step: logits f32 [outputs, n_vocab], in batch order.
+
+        Raises PoolFullError and other refusals with nothing changed; AbortedError after `abort`, and any other error
+        of the computation, with the step's cells claimed until its sequences are rewound or closed.
+        """
+
+    def abort(self) -> None:
+        """Let the running forward end soon with AbortedError. Does nothing where that is not possible.
+
+        Holds until `clear_abort`: a forward that begins meanwhile is aborted, too.
+        """
+
+    def clear_abort(self) -> None:
+        """Let forwards run again."""
