@@ -20,6 +20,7 @@ from ggml_engine.errors import ClosedError, InputError, OptionError, UnknownSequ
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.graph_cache import GraphCache, ReadyGraph
 from ggml_engine.executor.inputs import GraphInputs, GraphKey, check_tokens
+from ggml_engine.executor.protocol import Executor
 from ggml_engine.ggml.backends import Graph, get_data
 from ggml_engine.ggml.ops import GraphBuilder
 from ggml_engine.models.attention import AttentionForm
@@ -106,7 +107,7 @@ class ExecutorOptions:
         return AttentionForm(form), kv_format
 
 
-class GgmlExecutor:
+class GgmlExecutor(Executor):
     """Runs a model's steps over a cell cache."""
 
     def __init__(self, model: Model, options: ExecutorOptions | None = None) -> None:
@@ -133,6 +134,28 @@ class GgmlExecutor:
         self._turn = threading.Lock()
         self._to_close: deque[int] = deque()
         self._closed = False
+
+    # ---- limits
+
+    @property
+    def capacity(self) -> int:
+        """How many cells there are."""
+        return self.cache.capacity
+
+    @property
+    def free_cells(self) -> int:
+        """How many cells no sequence owns."""
+        return self.cache.free_cells
+
+    @property
+    def max_batch_tokens(self) -> int:
+        """The most tokens of one forward."""
+        return self.options.max_batch_tokens
+
+    @property
+    def n_vocab(self) -> int:
+        """The width of a row of logits."""
+        return self.model.hp.n_vocab
 
     # ---- sequences
 
