@@ -22,7 +22,10 @@ class EngineFuture(Future[T]):
     def result(self, timeout: float | None = None) -> T:
         """The value, when it is there. Raises TimeoutError, and WouldBlockError inside a callback of the engine."""
         self._refuse_to_block()
-        return super().result(timeout)
+        try:
+            return super().result(timeout)
+        finally:
+            del self  # an error that is raised keeps this frame, which must not keep the error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The error, when it has ended, or None; raises as `result` does."""

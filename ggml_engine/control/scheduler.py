@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -85,6 +84,8 @@ class Scheduler:
         self._in_forward: dict[GenerationState, bool] = {}  # whether its rows are a prefill
         self._abort_lock = threading.RLock()  # a finalizer may come while its own thread holds it
         self._aborts_all = False
+        self._is_over = False
+        self._count_lock = threading.Lock()  # what comes after the end is settled on its caller's thread
 
     # ---- sessions
 
@@ -104,9 +105,16 @@ class Scheduler:
         return self._register(self.executor.open(), [])
 
     def _admit_session(self) -> None:
-        reason = self.options.refusal(len(self._sessions) + 1, self.executor.capacity)
-        if reason:
+        if reason := self._refusal():
             raise SessionLimitError(reason)
+
+    def _refusal(self) -> str:
+        return self.options.refusal(len(self._sessions) + 1, self.executor.capacity)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more session can be resident."""
+        return not self._refusal()
 
     def _register(self, sequence: int, tokens: list[int], *, is_snapshot: bool = False) -> SessionState:
         state = SessionState(self._next_number, sequence, tokens, is_snapshot=is_snapshot)
@@ -125,15 +133,16 @@ class Scheduler:
             return
         for running in [each for each in self._running if each.session is state]:
             self._end(running, Reason.CANCELLED)
-        if state.status is not SessionStatus.EVICTED:
-            self.executor.close(state.sequence)
+        was_evicted = state.status is SessionStatus.EVICTED
         state.status = SessionStatus.CLOSED
+        if not was_evicted:
+            self.executor.close(state.sequence)
 
     def clone(self, source: SessionState, upto: int, *, is_snapshot: bool = False) -> SessionState | None:
         """A session of the first `upto` committed positions of `source`, or None where that cannot be had."""
         if source.number not in self._sessions or source.status is not SessionStatus.OPEN:
             return None
-        if not 0 <= upto <= source.position or self.options.refusal(len(self._sessions) + 1, self.executor.capacity):
+        if not 0 <= upto <= source.position or not self.has_room:
             return None
         sequence = self.executor.clone(source.sequence, upto)
         if sequence is None:
@@ -176,8 +185,9 @@ class Scheduler:
         except Exception as error:
             sampler.close()
             self.refuse(generation, failure(error))
+            state.release(generation)
             return
-        self.counts["started"] += 1
+        self._count_start(generation)
         running = _Running(state, work, state.position)
         self._running.append(running)
         if generation.cancel_requested or state.close_requested:
@@ -185,7 +195,7 @@ class Scheduler:
             return
         try:
             self._begin(running)
-        except Exception as error:
+        except BaseException as error:
             self._fail(running, error)
 
     def _begin(self, running: _Running) -> None:
@@ -252,42 +262,62 @@ class Scheduler:
     def abort(self) -> None:
         """Let the running forward, and any later one, end soon: the runner stops. Any thread."""
         with self._abort_lock:
-            self._aborts_all = True
-            self.executor.abort()
+            if not self._is_over:  # the executor may be somebody else's by now
+                self._aborts_all = True
+                self.executor.abort()
 
     def _end(self, running: _Running, reason: Reason, error: BaseException | None = None) -> None:
         """Take a generation off; every end of one that was started comes through here."""
         with suppress(ValueError):
             self._running.remove(running)
-        work, generation = running.work, running.work.state
-        if reason is Reason.CANCELLED and (rest := work.rest()):
-            generation.publish_text(rest)
-        if work.next_token is not None:
-            running.session.pending = work.next_token
+        work, state = running.work, running.session
+        if reason is Reason.CANCELLED:
+            work.publish_rest()
+        if (token := work.uncommitted_token) is not None:
+            state.pending = token
         work.finish(reason, error)
-        self.settle(generation)
+        state.release(work.state)
+        self.settle(work.state)
 
     def settle(self, generation: GenerationState) -> None:
         """Count an ended generation and tell `on_settled`, once."""
         if not generation.mark_settled():
             return
         reason = generation.reason
-        counted = reason.value if reason in {Reason.CANCELLED, Reason.FAILED, Reason.SHUTDOWN} else "finished"
-        self.counts[counted] += 1
+        ended_early = reason in {Reason.CANCELLED, Reason.FAILED, Reason.SHUTDOWN}
+        with self._count_lock:
+            self.counts[reason.value if reason is not None and ended_early else "finished"] += 1
         if generation.request.on_settled is not None:
             try:
                 generation.request.on_settled(Generation(generation, cancels_when_dropped=False))
-            except Exception:
+            except BaseException:
                 log.exception("an on_settled callback raised")
+
+    def _count_start(self, generation: GenerationState) -> None:
+        if generation.mark_started():
+            with self._count_lock:
+                self.counts["started"] += 1
+
+    def shut(self, state: SessionState, generation: GenerationState) -> None:
+        """End a generation because the runner stops. Any thread."""
+        generation.end(Reason.SHUTDOWN)
+        state.release(generation)
+        self._count_start(generation)
+        self.settle(generation)
 
     def _fail(self, running: _Running, error: BaseException) -> None:
         self._end(running, Reason.FAILED, failure(error))
 
     def refuse(self, generation: GenerationState, error: EngineError) -> None:
         """End a generation that never began."""
-        self.counts["started"] += 1
+        self._count_start(generation)
         generation.end(Reason.FAILED, error)
         self.settle(generation)
+
+    def fail_running(self, error: BaseException) -> None:
+        """After a fault of the scheduler itself: nothing is known of what runs."""
+        for running in list(self._running):
+            self._poison(running, error)
 
     def settle_all(self) -> None:
         """End every generation as shut down, and close every session."""
@@ -296,6 +326,9 @@ class Scheduler:
         for state in self.sessions:
             with suppress(Exception):  # an executor that broke must not keep the others open
                 self.close(state)
+        with self._abort_lock, suppress(Exception):
+            self._is_over = True
+            self.executor.clear_abort()
 
     # ---- a step
 
@@ -401,7 +434,7 @@ class Scheduler:
             return
         try:
             reason = running.work.advance(part.n, part.tokens, rows, now)
-        except Exception as error:
+        except BaseException as error:
             self._fail(running, error)
         else:
             if reason is not None:
@@ -444,7 +477,7 @@ class Scheduler:
             else:
                 self._poison(running, error)
 
-    def _poison(self, running: _Running, error: Exception, reason: Reason = Reason.FAILED) -> None:
+    def _poison(self, running: _Running, error: BaseException, reason: Reason = Reason.FAILED) -> None:
         running.session.status = SessionStatus.POISONED
         running.session.trouble = f"{type(error).__name__}: {error}"
         self._end(running, reason, failure(error) if reason is Reason.FAILED else None)
@@ -460,15 +493,23 @@ class Scheduler:
             return decodes
         if len(parts) > 1 and not decodes:
             return parts[:1]
-        victim = self.options.victim([running.session for running in self._running if running.is_admitted])
-        running = next(each for each in self._running if each.session is victim)
-        self._give_up(running, error)
+        self._give_up(self._victim(), error)
         return [part for part in parts if part.running in self._running]
+
+    def _victim(self) -> _Running:
+        admitted = [running for running in self._running if running.is_admitted]
+        try:
+            chosen = self.options.victim([running.session for running in admitted])
+            return next(running for running in admitted if running.session is chosen)
+        except Exception:
+            log.exception("the choice of a victim failed: the youngest generation is given up")
+            return admitted[-1]
 
     def _give_up(self, running: _Running, error: PoolFullError) -> None:
         """End a generation for lack of cells; its session goes back to where it was before."""
         state = running.session
         running.work.next_token = None
+        pending = running.work.lead_token
         to = min(running.first, state.position)
         try:
             self.executor.rewind(state.sequence, to)
@@ -476,6 +517,7 @@ class Scheduler:
             self._poison(running, trouble)
             return
         del state.tokens[to:]
+        state.pending = pending
         self._end(running, Reason.FAILED, PoolFullError(error.needed, error.free, error.capacity))
 
     def _evict_snapshot(self) -> bool:
@@ -502,8 +544,7 @@ def _batch(parts: Iterable[_Part]) -> Batch:
         if (found := work.prepared(part.n)) is not None:
             prepared.append(PreparedSlice(*found, row))
         row += part.n
-    extra: dict[str, Any] = {"prepared": tuple(prepared)} if prepared else {}
-    return Batch(np.concatenate(tokens), np.concatenate(sequences), np.concatenate(outputs), **extra)
+    return Batch(np.concatenate(tokens), np.concatenate(sequences), np.concatenate(outputs), prepared=tuple(prepared))
 
 
 def _checked(logits: object, n_outputs: int, n_vocab: int) -> npt.NDArray[np.float32]:

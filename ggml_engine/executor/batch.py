@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.errors import InputError
+from ggml_engine.executor.prepared import PreparedSlice
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,13 +17,14 @@ class Batch:
     """Tokens of one or more sequences, in any order that keeps each sequence's own.
 
     `wants_logits` marks the tokens whose logits come back, in batch order. `positions` may be left out: then every
-    sequence continues where it is.
+    sequence continues where it is. `prepared` are the rows that are not tokens; what `tokens` holds there says nothing.
     """
 
     tokens: npt.NDArray[np.int32]  # [n_tokens]
     sequences: npt.NDArray[np.int64]  # [n_tokens]
     wants_logits: npt.NDArray[np.bool_]  # [n_tokens]
     positions: npt.NDArray[np.int32] | None = None  # [n_tokens]
+    prepared: tuple[PreparedSlice, ...] = ()
 
     def __post_init__(self) -> None:
         """Take any integers that fit; raises InputError for other arrays, and for arrays that do not go together."""
@@ -60,6 +62,8 @@ class Batch:
         object.__setattr__(self, "sequences", sequences)
         object.__setattr__(self, "wants_logits", wants_logits)
         object.__setattr__(self, "positions", positions)
+        if not hasattr(self, "prepared"):  # `of_sequence` makes one without `__init__`
+            object.__setattr__(self, "prepared", ())
 
     @property
     def n_tokens(self) -> int:
