@@ -61,6 +61,7 @@ class _Part:
     tokens: npt.NDArray[np.int32]
     n_outputs: int
     is_prefill: bool
+    prepared: tuple[PreparedInput, int, int] | None = None  # the input and its positions that these rows are
 
 
 class Scheduler:
@@ -207,8 +208,7 @@ class Scheduler:
         if max_tokens is not None and max_tokens < 1:
             raise InputError(f"max_tokens must be positive, is {max_tokens}")
         if isinstance(request.delta, PreparedInput):
-            self._check_prepared(request.delta)
-            self._begin_delta(running, request.delta, request.delta.size())
+            self._begin_delta(running, request.delta, self._size_of(request.delta))
         elif not request.delta.size:
             raise InputError("there is nothing to generate from: no tokens were given")
         elif request.is_whole:
@@ -217,18 +217,19 @@ class Scheduler:
             self._begin_delta(running, request.delta, int(request.delta.size))
         self._touch(state)
 
-    def _check_prepared(self, prepared: PreparedInput) -> None:
+    def _size_of(self, prepared: PreparedInput) -> int:
         n = prepared.size()
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise InputError(f"a prepared input needs at least one position, this one has {n!r}")
         if not self.executor.accepts(prepared):
             raise InputError(f"this executor does not take {prepared.kind!r} inputs, or not this one with its model")
+        return n
 
     def _begin_delta(self, running: _Running, delta: npt.NDArray[np.int32] | PreparedInput, n: int) -> None:
         state = running.session
         lead = [] if state.pending is None else [state.pending]
         self._check_room(state.position + len(lead) + n)
-        running.work.begin(state.tokens, lead, delta, self._clock())
+        running.work.begin(state.tokens, lead, delta, n, self._clock())
         state.pending = None
 
     def _begin_whole(self, running: _Running, tokens: npt.NDArray[np.int32]) -> None:
@@ -240,7 +241,7 @@ class Scheduler:
             del state.tokens[kept:]
         state.pending = None
         running.first = kept
-        running.work.begin(state.tokens, [], tokens[kept:], self._clock())
+        running.work.begin(state.tokens, [], tokens[kept:], int(tokens.size) - kept, self._clock())
 
     def _check_room(self, n_positions: int) -> None:
         limit = self.session_limit
@@ -392,7 +393,7 @@ class Scheduler:
         """One forward of `parts`. Raises PoolFullError, with nothing changed."""
         for part in list(parts):
             try:
-                part.running.work.prepared(part.n)
+                part.prepared = part.running.work.prepared(part.n)
             except Exception as error:
                 parts.remove(part)
                 self._fail(part.running, error)
@@ -541,8 +542,8 @@ def _batch(parts: Iterable[_Part]) -> Batch:
         tokens.append(np.maximum(part.tokens, 0))
         sequences.append(np.full(part.n, part.running.session.sequence, np.int64))
         outputs.append(work.outputs(part.n))
-        if (found := work.prepared(part.n)) is not None:
-            prepared.append(PreparedSlice(*found, row))
+        if part.prepared is not None:
+            prepared.append(PreparedSlice(*part.prepared, row))
         row += part.n
     return Batch(np.concatenate(tokens), np.concatenate(sequences), np.concatenate(outputs), prepared=tuple(prepared))
 

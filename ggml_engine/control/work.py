@@ -53,12 +53,13 @@ class Work:
         history: Sequence[int],
         lead: Sequence[int],
         delta: npt.NDArray[np.int32] | PreparedInput,
+        n_delta: int,
         now: float,
     ) -> None:
-        """Start after `history`, the session's committed tokens."""
+        """Start after `history`, the session's committed tokens. `n_delta` positions are in `delta`."""
         self._lead = np.asarray(lead, np.int32)
         self._delta = delta
-        self._n_delta = delta.size() if isinstance(delta, PreparedInput) else int(delta.size)
+        self._n_delta = n_delta
         self.first_position = len(history)
         self._begun_at = now
         stats = self.state.stats

@@ -68,8 +68,16 @@ class Bench:
     def expected(self, history: Sequence[Any], n: int = 5) -> list[int]:
         return self.executor.expected(history, n)
 
-    def start(self, session: Session, delta: Sequence[int] = PROMPT, n: int = 5, **options: Any) -> Generation:
-        return session.generate_async(delta, greedy(max_tokens=n), **options)
+    def start(self, session: Session, delta: Any = PROMPT, n: Any = 5, **options: Any) -> Generation:
+        return session.generate_async(delta, greedy(), max_tokens=n, **options)
+
+    def start_together(self, sessions: Sequence[Session], n: int) -> list[Generation]:
+        """A generation of `n` tokens in each session, after the prompts [1], [2], ...: none is ahead by a step."""
+        with self.executor.holding_forward() as gate:
+            running = [self.start(sessions[0], [1], n)]
+            gate.wait_held()
+            running += [self.start(session, [i], n) for i, session in enumerate(sessions[1:], 2)]
+        return running
 
     def drain(self) -> None:
         """Until the engine thread has run everything that was queued, and what that queued."""
@@ -84,9 +92,8 @@ def bench(
     options: RunnerOptions | None = None, *, text: FakeText | None = None, **executor_options: Any
 ) -> Iterator[Bench]:
     """A bench; at the end everything that was opened must be closed, and all generations counted (R100, R60)."""
-    executor = FakeExecutor(**executor_options)
-    made = Bench(executor, text or FakeText(), Runner(executor, text or FakeText(), options))
-    made.text = made.runner.text  # type: ignore[assignment]
+    executor, text = FakeExecutor(**executor_options), text or FakeText()
+    made = Bench(executor, text, Runner(executor, text, options))
     try:
         yield made
     except BaseException:
@@ -96,7 +103,7 @@ def bench(
         raise
     assert made.runner.shutdown(WAIT_S), "the runner did not end"
     executor.check_balance()
-    assert made.text.n_open_samplers == 0
+    assert text.n_open_samplers == 0, f"{text.n_open_samplers} samplers are open"
     check_counts(made.runner)
 
 

@@ -120,10 +120,14 @@ class Gate:
         with self._changed:
             assert self._changed.wait_for(lambda: self._n_waiting > 0, WAIT_S), f"no {self._name} came to the gate"
 
-    def wait_free(self) -> None:
-        """Until no call is held."""
+    def step(self) -> None:
+        """Let the held call through, and wait until the next one is held."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self._n_waiting == 0, WAIT_S), f"a {self._name} stays at the gate"
+            assert self._lets_through == 0, f"the gate of {self._name} is open"
+            n_before = self.n_held
+            self._lets_through = 1
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self.n_held > n_before, WAIT_S), f"no {self._name} came to the gate"
 
     def interrupt(self) -> None:
         """Let a held call ask `is_aborted` again."""
