@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
@@ -24,13 +25,20 @@ class EngineFuture(Future[T]):
         self._refuse_to_block()
         try:
             return super().result(timeout)
+        except concurrent.futures.TimeoutError:  # in Python 3.10 another one than the built-in, which this raises too
+            if not self.done():
+                raise TimeoutError(f"not settled in {timeout} s") from None
+            raise
         finally:
             del self  # an error that is raised keeps this frame, which must not keep the error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The error, when it has ended, or None; raises as `result` does."""
         self._refuse_to_block()
-        return super().exception(timeout)
+        try:
+            return super().exception(timeout)
+        except concurrent.futures.TimeoutError:
+            raise TimeoutError(f"not settled in {timeout} s") from None
 
     def __await__(self) -> Generator[Any, None, T]:
         return asyncio.wrap_future(self).__await__()

@@ -121,6 +121,10 @@ def test_a_clone_inherits_nothing_but_the_prefix() -> None:  # R3
         assert b.run(child, [12], 6) == b.expected([*PROMPT, 12], 6)
         assert len(seen) == n_seen
         assert source.pending == generation.tokens[-1]
+        later = cloned(source)
+        assert later.pending is None
+        assert not later.is_busy
+        assert b.run(later, [13], 4) == b.expected([*PROMPT, *generation.tokens[:-1], 13], 4)
 
 
 def test_source_and_clone_continue_apart() -> None:  # R4

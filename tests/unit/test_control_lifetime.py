@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import random
 import subprocess
 import sys
 import textwrap
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from control_bench import PROMPT, bench, eventually, greedy
+from control_bench import PROMPT, bench, check_counts, eventually, greedy
 from fake_executor import WAIT_S, FakeExecutor
 from fake_text import FakeText
 
@@ -223,6 +224,58 @@ def test_a_runner_that_is_over_leaves_the_executor_to_others() -> None:  # R53
     assert generation.result(WAIT_S)
     assert second.shutdown(WAIT_S)
     executor.check_balance()
+
+
+# ---- many threads
+
+
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    """Threads take turns far more often than usual."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("quick_switches")
+@pytest.mark.parametrize("seed", range(4))
+def test_many_threads_use_one_runner(seed: int) -> None:  # R54 R60
+    with bench(RunnerOptions(max_sessions=64), capacity=4096) as b:
+        problems: list[BaseException] = []
+
+        def work(number: int) -> None:
+            chance = random.Random(100 * seed + number)
+            try:
+                for _ in range(15):
+                    prompt = [chance.randrange(97) for _ in range(chance.randrange(1, 20))]
+                    session = b.open()
+                    n = chance.randrange(2, 10)
+                    generation = b.start(session, prompt, n)
+                    clone = session.clone_async(1)
+                    if chance.random() < 0.3:
+                        generation.cancel()
+                    if chance.random() < 0.2:
+                        session.close()
+                    assert generation.wait(WAIT_S), "it never ended"
+                    assert generation.tokens == b.expected(prompt, n)[: len(generation.tokens)]
+                    if generation.reason is Reason.LENGTH:
+                        assert len(generation.tokens) == n
+                    child = clone.result(WAIT_S)
+                    if child is not None:
+                        assert b.run(child, [number], 3) == b.expected([prompt[0], number], 3)
+            except BaseException as error:
+                problems.append(error)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(6 * WAIT_S)
+            assert not thread.is_alive()
+        assert not problems, problems
+        b.drain()
+        check_counts(b.runner)
 
 
 # ---- shutdown
