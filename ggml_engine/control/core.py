@@ -68,6 +68,7 @@ class Core:
         self._commands: deque[Command] = deque()
         self._wake = threading.Condition()
         self._is_stopping = False
+        self._is_busy = False
         self._outstanding: dict[int, Command] = {}
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
@@ -120,17 +121,27 @@ class Core:
     # ---- the thread
 
     def _run(self) -> None:
+        while self.turn(may_wait=True):
+            pass
+
+    def turn(self, *, may_wait: bool = False) -> bool:
+        """All queued commands, then one step; False when the runner has stopped, and everything is settled.
+
+        The caller is the engine thread until then: the runner's own, or a simulator's only one. `may_wait` waits for
+        a command where there is nothing to compute.
+        """
         self._engine_thread.enter()
-        is_busy = False
-        while self._next_commands(may_wait=not is_busy):
-            try:
-                is_busy = self.scheduler.step()
-            except BaseException as error:  # a fault of ours must not take the thread, and with it every session, away
-                log.exception("the scheduler failed")
-                self.scheduler.fail_running(error)
-                is_busy = False
-        self.scheduler.settle_all()
-        self._engine_thread.leave()
+        if not self._next_commands(may_wait=may_wait and not self._is_busy):
+            self.scheduler.settle_all()
+            self._engine_thread.leave()
+            return False
+        try:
+            self._is_busy = self.scheduler.step()
+        except BaseException as error:  # a fault of ours must not take the thread, and with it every session, away
+            log.exception("the scheduler failed")
+            self.scheduler.fail_running(error)
+            self._is_busy = False
+        return True
 
     def _next_commands(self, *, may_wait: bool) -> bool:
         """Run all queued commands, and those that they queue; False when it is time to stop."""

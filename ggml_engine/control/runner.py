@@ -38,9 +38,19 @@ class Runner:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._core = Core(executor, text, options or RunnerOptions(), clock)
+        self._attach(Core(executor, text, options or RunnerOptions(), clock))
         self._core.start()
-        self._finalizer = weakref.finalize(self, Core.stop, self._core, SHUTDOWN_S)
+
+    @classmethod
+    def over(cls, core: Core) -> Runner:
+        """A runner without a thread: its maker calls `core.turn`."""
+        runner = cls.__new__(cls)
+        runner._attach(core)
+        return runner
+
+    def _attach(self, core: Core) -> None:
+        self._core = core
+        self._finalizer = weakref.finalize(self, Core.stop, core, SHUTDOWN_S)
 
     def open_session(self, timeout: float | None = None) -> Session:
         """A new, empty session. Raises SessionLimitError, ClosedError, WouldBlockError in a callback."""
