@@ -334,8 +334,13 @@ class Scheduler:
     # ---- a step
 
     def step(self) -> bool:
-        """One forward, if there is something to compute. Whether there was."""
-        self._reap()
+        """At most one forward. Whether there may be more to do.
+
+        A step that ends a generation before its forward leaves this to the next one: what `on_settled` queued comes
+        first.
+        """
+        if self._reap():
+            return True
         self._admit()
         parts = self._plan()
         while parts:
@@ -345,14 +350,17 @@ class Scheduler:
                 parts = self._make_room(parts, error)
             else:
                 break
-        return bool(parts) or bool(self._running)
+        return bool(self._running)
 
-    def _reap(self) -> None:
+    def _reap(self) -> bool:
+        """End what is cancelled or has no room left; whether there was something."""
+        n_before = len(self._running)
         for running in list(self._running):
             if running.work.state.cancel_requested or running.session.close_requested:
                 self._end(running, Reason.CANCELLED)
             elif running.work.is_decode and running.session.position >= self.session_limit:
                 self._end(running, Reason.LENGTH)
+        return len(self._running) < n_before
 
     def _admit(self) -> None:
         """Let prefills begin whose prompts fit beside those that have begun, in the order in which they came."""
@@ -391,13 +399,7 @@ class Scheduler:
 
     def _forward(self, parts: list[_Part]) -> None:
         """One forward of `parts`. Raises PoolFullError, with nothing changed."""
-        for part in list(parts):
-            try:
-                part.prepared = part.running.work.prepared(part.n)
-            except Exception as error:
-                parts.remove(part)
-                self._fail(part.running, error)
-        if not parts:
+        if self._fail_changed(parts):
             return
         batch = _batch(parts)
         begun_at = self._clock()
@@ -428,6 +430,17 @@ class Scheduler:
         for part in parts:
             self._advance(part, logits[row : row + part.n_outputs], now)
             row += part.n_outputs
+
+    def _fail_changed(self, parts: list[_Part]) -> bool:
+        """Fail those whose prepared input is not what it was; whether there was one."""
+        found = False
+        for part in parts:
+            try:
+                part.prepared = part.running.work.prepared(part.n)
+            except Exception as error:
+                found = True
+                self._fail(part.running, error)
+        return found
 
     def _advance(self, part: _Part, rows: npt.NDArray[np.float32], now: float) -> None:
         running = part.running
@@ -495,7 +508,7 @@ class Scheduler:
         if len(parts) > 1 and not decodes:
             return parts[:1]
         self._give_up(self._victim(), error)
-        return [part for part in parts if part.running in self._running]
+        return []
 
     def _victim(self) -> _Running:
         admitted = [running for running in self._running if running.is_admitted]
