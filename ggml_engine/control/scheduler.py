@@ -51,6 +51,11 @@ class _Running:
     first: int = 0  # the session's position before it
     is_admitted: bool = False
 
+    @property
+    def is_to_end(self) -> bool:
+        """Whether its caller has no more use for it."""
+        return self.work.state.cancel_requested or self.session.close_requested
+
 
 @dataclass(slots=True, eq=False)
 class _Part:
@@ -356,7 +361,7 @@ class Scheduler:
         """End what is cancelled or has no room left; whether there was something."""
         n_before = len(self._running)
         for running in list(self._running):
-            if running.work.state.cancel_requested or running.session.close_requested:
+            if running.is_to_end:
                 self._end(running, Reason.CANCELLED)
             elif running.work.is_decode and running.session.position >= self.session_limit:
                 self._end(running, Reason.LENGTH)
@@ -467,8 +472,10 @@ class Scheduler:
     def _undo(self, parts: list[_Part]) -> None:
         """After an abort: nobody's fault but the cancelled one's; the others' rows are run again."""
         for part in parts:
-            if not self._rewound(part.running.session):
-                self._poison(part.running, ExecutorError("a step that was aborted could not be undone"))
+            running = part.running
+            if not self._rewound(running.session):
+                reason = Reason.CANCELLED if running.is_to_end else Reason.FAILED
+                self._poison(running, ExecutorError("a step that was aborted could not be undone"), reason)
         self._reap()
 
     def _rewound(self, state: SessionState) -> bool:
@@ -482,7 +489,7 @@ class Scheduler:
     def _fail_all(self, parts: list[_Part], error: Exception) -> None:
         for part in parts:
             running = part.running
-            if running.work.state.cancel_requested or running.session.close_requested:
+            if running.is_to_end:
                 # it was to end anyway, and the caller must not be told of a failure
                 if self._rewound(running.session):
                     self._end(running, Reason.CANCELLED)
@@ -541,9 +548,12 @@ class Scheduler:
             return False
         oldest = min(snapshots, key=lambda state: state.last_use)
         self._sessions.pop(oldest.number)
-        self.executor.close(oldest.sequence)
         oldest.status = SessionStatus.EVICTED
         oldest.trouble = "others needed its cells"
+        try:
+            self.executor.close(oldest.sequence)
+        except Exception:  # those who need its cells are not to blame
+            log.exception("a snapshot could not be closed")
         return True
 
 

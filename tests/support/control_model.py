@@ -58,6 +58,7 @@ class ModelGeneration:
     before: list[int] = field(default_factory=list)  # the session's keys that it goes back to for lack of cells
     todo: list[int] = field(default_factory=list)
     done: int = 0
+    evaluated: int = 0
     candidate: int | None = None  # what the last forward makes likeliest, while it is not known to be sampled
     next: int | None = None  # sampled and not committed
     sampled: list[int] = field(default_factory=list)
@@ -82,6 +83,7 @@ class ModelSession:
     pending: int | None = None
     status: str = "open"
     active: ModelGeneration | None = None
+    cannot_rewind: bool = False  # the executor failed to rewind it in this step
 
     @property
     def is_busy(self) -> bool:
@@ -99,8 +101,9 @@ COUNTED = ("started", "finished", "cancelled", "failed", "shutdown", "steps", "p
 class ControlModel:
     """See the module. Every method is told of one fact, and asserts that it can be."""
 
-    def __init__(self, limit: int, max_sessions: int) -> None:
+    def __init__(self, limit: int, max_sessions: int, *, is_reserved: bool) -> None:
         self.limit = limit
+        self.is_reserved = is_reserved  # what is admitted cannot fail for space
         self.max_sessions = max_sessions
         self.sessions: dict[int, ModelSession] = {}  # all that ever were
         self.resident: dict[int, ModelSession] = {}  # by sequence
@@ -120,6 +123,9 @@ class ControlModel:
 
     def may_be_opened(self) -> bool:
         return len(self.resident) < self.max_sessions
+
+    def rewind_failed(self, sequence: int) -> None:
+        self.resident[sequence].cannot_rewind = True
 
     def opened(self, sequence: int, state: SessionState, keys: list[int], *, is_snapshot: bool = False) -> ModelSession:
         """A session was made: numbers go up, and neither they nor sequences come twice."""
@@ -182,9 +188,14 @@ class ControlModel:
             return
         if asked.is_whole:
             kept = min(_common_prefix(session.keys, asked.tokens), len(asked.tokens) - 1)
+            if session.cannot_rewind:
+                session.cannot_rewind = False
+                self._end(generation, Reason.FAILED)
+                return
             del session.keys[kept:]
             session.pending = None
             generation.todo = asked.tokens[kept:]
+            generation.lead = None
         else:
             generation.lead = session.pending
             given = asked.tokens if asked.prepared is None else asked.prepared.keys
@@ -204,7 +215,7 @@ class ControlModel:
             return SessionError
         if asked.max_tokens is not None and asked.max_tokens < 1:
             return InputError
-        n = len(asked.tokens) if asked.prepared is None else asked.prepared.size()
+        n = len(asked.tokens) if asked.prepared is None else len(asked.prepared.keys)
         if n < 1 or (asked.prepared is not None and not is_accepted(asked.prepared)):
             return InputError
         if not asked.is_whole:
@@ -229,6 +240,10 @@ class ControlModel:
             assert isinstance(state.error, error), f"failed with {state.error!r}, expected {error.__name__}"
         assert generation.n_settled == generation.asked.on_settled, f"on_settled came {generation.n_settled} times"
         assert state.tokens == generation.sampled, f"{state.tokens} were sampled, expected {generation.sampled}"
+        stats, n_reused = state.stats, len(generation.before)
+        assert stats.generated_tokens == len(generation.sampled)
+        assert (stats.reused_tokens, stats.evaluated_tokens) == (n_reused, generation.evaluated)  # R58
+        assert stats.prompt_tokens == n_reused + len(generation.todo)  # R46
         assert state.text == self._text(generation), f"{state.text!r} of {generation.sampled}"
         if generation in self.begun:
             self.begun.remove(generation)
@@ -251,6 +266,8 @@ class ControlModel:
     def before_step(self) -> None:
         """What must end in the step that comes now, whatever else happens in it."""
         self._was_full = False
+        for session in self.resident.values():
+            session.cannot_rewind = False
         for generation in self.begun:
             is_full = generation.is_decode and len(generation.session.keys) >= self.limit
             generation.must_be_reaped = self.cancels(generation) or is_full
@@ -307,6 +324,7 @@ class ControlModel:
                 self.counts["decode_tokens"] += 1
             else:
                 generation.done += len(keys)
+                generation.evaluated += len(keys)
                 self.counts["prefill_tokens"] += len(keys)
             if generation.is_decode:
                 generation.candidate = next_token(generation.session.keys)
@@ -350,8 +368,13 @@ class ControlModel:
         """A generation that ran has ended, by a step or the end of the runner: it must be one of the known ways."""
         session, state = generation.session, generation.state
         assert state is not None
+        prepared = generation.asked.prepared
         if generation.raised:
             self._end(generation, Reason.FAILED)
+        elif session.cannot_rewind:
+            session.status = "poisoned"
+            generation.next = None
+            self._end(generation, Reason.CANCELLED if self.cancels(generation) else Reason.FAILED)
         elif generation.due is Reason.FAILED and not (self.cancels(generation) and state.reason is Reason.CANCELLED):
             # one that a callback cancelled while the failure was told to others may have either end
             session.status = "poisoned"
@@ -365,7 +388,10 @@ class ControlModel:
             assert generation.is_decode
             assert len(session.keys) >= self.limit, f"generation {generation.number} ended, there is room"
             self._end(generation, Reason.LENGTH)
+        elif state.reason is Reason.FAILED and prepared is not None and prepared.has_changed:
+            self._end(generation, Reason.FAILED, error=InputError)  # R47
         elif state.reason is Reason.FAILED:
+            assert not self.is_reserved, f"generation {generation.number} failed, its cells are reserved"  # R50
             assert self._was_full, f"generation {generation.number} failed for no reason: {state.error!r}"
             assert not self._had_snapshots, "a generation was given up while there was a snapshot"
             self.n_victims += 1

@@ -14,20 +14,22 @@ from __future__ import annotations
 import logging
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, count
 
 from control_model import ControlModel
 from simulated_callers import Expectation
 from simulated_executor import SimulatedExecutor, SimulatedText
-from simulated_generations import DEEPEST, GeneratingCallers
+from simulated_generations import GeneratingCallers
 
 from ggml_engine.control.commands import CloseCommand, RefuseCommand, StartCommand
 from ggml_engine.control.core import Command, Core
 from ggml_engine.control.options import RunnerOptions
+from ggml_engine.control.session_state import SessionState
 from ggml_engine.executor.batch import Batch
 
 N_COMMANDS = 100
+DEEPEST = 3  # callbacks in callbacks
 MOST_TURNS = 2000  # to come to rest; far more than any interleaving needs
 
 Action = Callable[["Simulation"], None]
@@ -45,18 +47,23 @@ class Watched:
         self._simulation = simulation
         self.session = command.session
         self.is_close = command.is_close
+        self._has_run = False
         simulation.n_waiting += 1
 
     def run(self, core: Core) -> None:
         self._simulation.n_waiting -= 1
+        self._has_run = True
         before = self._expectation.before()
-        self._command.run(core)
-        self._simulation.noting(lambda: self._expectation.ran(before))
+        try:
+            self._command.run(core)
+        finally:
+            self._simulation.noting(lambda: self._expectation.ran(before))
 
     def refuse(self, core: Core) -> None:
-        self._simulation.n_waiting -= 1
         self._command.refuse(core)
-        self._simulation.noting(self._expectation.refused)
+        if not self._has_run:  # one that raised is refused, too
+            self._simulation.n_waiting -= 1
+            self._simulation.noting(self._expectation.refused)
 
 
 class WatchedCore(Core):
@@ -83,17 +90,24 @@ class Simulation(GeneratingCallers):
         rng = random.Random(seed)
         pick = rng.choice
         executor = SimulatedExecutor(pick((16, 32, 64, 128)), pick((3, 6, 16)), pick((1, 4, 8)), self)
+        # a reserve counts cells, and cells of longer runs cannot stand for one another
+        max_session_tokens = pick((None, None, 12, 24))
+        is_reserved = max_session_tokens is not None and executor.run == 1 and rng.random() < 0.5
         options = RunnerOptions(
             max_sessions=pick((3, 6, 10)),
-            max_session_tokens=pick((None, None, 12, 24)),
-            victim=pick((lambda sessions: sessions[-1], lambda sessions: sessions[0])),
+            max_session_tokens=max_session_tokens,
+            reserve="full" if is_reserved and max_session_tokens <= executor.capacity else "none",
+            victim=pick((_youngest, _oldest, _wrong_victim)),
         )
         now = count()
         self.text = SimulatedText()
         core = WatchedCore(executor, self.text, options, lambda: next(now) / 1000)
         core.simulation = self
         limit = min(executor.capacity, options.max_session_tokens or executor.capacity)
-        super().__init__(rng, executor, core, ControlModel(limit, options.max_sessions))
+        is_reserved = options.reserve == "full"
+        n_fit = executor.capacity // limit if is_reserved else options.max_sessions
+        model = ControlModel(limit, min(n_fit, options.max_sessions), is_reserved=is_reserved)
+        super().__init__(rng, executor, core, model)
         self.n_commands = n_commands
         step, scheduler = self.core.scheduler.step, self.core.scheduler
 
@@ -110,6 +124,7 @@ class Simulation(GeneratingCallers):
         self.n_done = 0
         self._stop_at = self.random.randrange(3 * n_commands)
         self._n_changes = 0
+        self._depth = 0
 
     # ---- the interleaving
 
@@ -139,7 +154,14 @@ class Simulation(GeneratingCallers):
         self.random.choices(actions, cum_weights=weights)[0](self)
 
     def act_in_callback(self) -> None:
+        """A command that a callback gives. After the end commands are refused at once, with callbacks in callbacks."""
+        if self._depth == DEEPEST:
+            return
+        self._depth += 1
+        where, self.where = self.where, "callback"
         self.act(_CALLBACK)
+        self.where = where
+        self._depth -= 1
 
     def turn(self) -> None:
         """The engine's turn."""
@@ -183,7 +205,7 @@ class Simulation(GeneratingCallers):
         self.model.forward(rows, self.executor.max_batch_tokens)
 
     def inside_forward(self) -> None:
-        if self.random.random() < 0.15 and self.depth < DEEPEST:
+        if self.random.random() < 0.15:
             self.where, before = "thread", self.where
             self.noting(lambda: self.act(_THREAD))
             self.where = before
@@ -191,6 +213,10 @@ class Simulation(GeneratingCallers):
     def on_outcome(self, outcome: str) -> None:
         self.note(f"forward: {outcome}")
         self.noting(lambda: self.model.outcome(outcome))
+
+    def on_rewind_failed(self, sequence: int) -> None:
+        self.note(f"rewind of sequence {sequence} fails")
+        self.noting(lambda: self.model.rewind_failed(sequence))
 
     def on_close(self, sequence: int) -> None:
         session = self.model.resident.get(sequence)
@@ -208,6 +234,12 @@ class Simulation(GeneratingCallers):
     def break_open(self) -> None:
         self.executor.open_fault = True
 
+    def break_rewind(self) -> None:
+        self.executor.rewind_fault = True
+
+    def break_close(self) -> None:
+        self.executor.close_fault = True
+
     # ---- checks
 
     def check(self) -> None:
@@ -218,7 +250,8 @@ class Simulation(GeneratingCallers):
         for session in model.resident.values():
             state = session.state
             assert state.tokens == session.tokens, f"session {session.number} is {state.tokens}, not {session.tokens}"
-            assert state.pending == session.pending, f"{state.pending} is pending, not {session.pending}"
+            is_same = state.pending == session.pending or session.status == "poisoned"
+            assert is_same, f"{state.pending} is pending, not {session.pending}"
             assert state.status.value == session.status, f"{state.status} is not {session.status}"
         for number, handle in self.handles.items():
             session = model.sessions[number]
@@ -320,6 +353,18 @@ class Simulation(GeneratingCallers):
             self.stop()
 
 
+def _youngest(sessions: Sequence[SessionState]) -> SessionState:
+    return sessions[-1]
+
+
+def _oldest(sessions: Sequence[SessionState]) -> SessionState:
+    return sessions[0]
+
+
+def _wrong_victim(sessions: Sequence[SessionState]) -> SessionState:
+    raise ValueError("a choice that was to fail")
+
+
 def _menu(**weights: int) -> Menu:
     return tuple(getattr(Simulation, name) for name in weights), tuple(accumulate(weights.values()))
 
@@ -334,7 +379,7 @@ _CALLBACK = _menu(
 )  # fmt: skip
 _OUTSIDE = _menu(
     open=10, generate=28, clone=8, snapshot=4, rewind=5, close=4, drop=3, cancel=3, drop_generation=2,
-    cancel_future=1, drop_future=1, break_forward=1, break_clone=1, break_open=1,
+    cancel_future=1, drop_future=1, break_forward=1, break_clone=1, break_open=1, break_rewind=1, break_close=1,
 )  # fmt: skip
 
 

@@ -113,7 +113,7 @@ class Callers:
         future = self.runner.open_session_async()
         if is_kept:
             held.future = future
-            self.futures.append(held)
+            self.hold(held)
 
     def _made(self, future: EngineFuture[Any] | None, keys: list[int], *, is_snapshot: bool) -> None:
         number = len(self.model.sessions)
@@ -170,7 +170,7 @@ class Callers:
         future = source.snapshot_async(upto) if is_snapshot else source.clone_async(upto)
         if is_kept:
             held.future = future
-            self.futures.append(held)
+            self.hold(held)
         return None
 
     def rewind(self) -> None:
@@ -186,12 +186,14 @@ class Callers:
             if held.was_cancelled:
                 return
             assert held.future is not None
-            if can:
+            if can and not model.cannot_rewind:
                 self.model.rewound(model, to)
                 assert value_of(held.future) == to
             else:
                 kinds = (SessionError,) if model.status != "open" else (PositionError, SessionBusyError)
-                assert isinstance(error_of(held.future), kinds)
+                is_failed = model.cannot_rewind
+                model.cannot_rewind = False
+                assert isinstance(error_of(held.future), ComputeError if is_failed else kinds)
 
         def refused() -> None:
             if held.future is not None and not held.was_cancelled:
@@ -203,7 +205,7 @@ class Callers:
             return None
         self.next_expectation = Expectation(ran, refused, lambda: self.model.can_rewind(model, to))
         held.future = session.rewind_async(to)
-        self.futures.append(held)
+        self.hold(held)
         return None
 
     def pick_useless(self) -> Session | None:
@@ -230,6 +232,16 @@ class Callers:
             del self.handles[number]
 
     # ---- futures
+
+    def hold(self, held: HeldFuture) -> None:
+        """Keep a future; some have a callback that gives a command."""
+        self.futures.append(held)
+        if self.random.random() < 0.15:
+            held.future.add_done_callback(lambda _: self.noting(self.act_in_callback))
+
+    def act_in_callback(self) -> None:
+        """Some command, of those that a callback gives."""
+        raise NotImplementedError
 
     def drop_future(self) -> None:
         if self.futures:

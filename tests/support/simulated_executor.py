@@ -34,15 +34,22 @@ def next_token(keys: Sequence[int]) -> int:
 
 
 class SimulatedInput(PreparedInput):
-    """A prepared input whose positions differ in all but their number from every other one's."""
+    """A prepared input; no other one has its keys."""
 
     kind = Kind("simulated")
 
-    def __init__(self, number: int, n: int) -> None:
+    def __init__(self, number: int, n: int, n_left: int = 1 << 30) -> None:
+        self.n_left = n_left  # its size changes when it was asked for so often
         self.keys = [FIRST_OPAQUE + 1000 * number + i for i in range(n)]
 
     def size(self) -> int:
-        return len(self.keys)
+        self.n_left -= 1
+        return len(self.keys) + self.has_changed
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether it breaks its promise by now."""
+        return self.n_left < 0
 
     def content_hash(self) -> bytes:
         return array("q", self.keys).tobytes()
@@ -74,12 +81,16 @@ class Watcher(Protocol):
     def on_close(self, sequence: int) -> None:
         """A sequence is closed."""
 
+    def on_rewind_failed(self, sequence: int) -> None:
+        """A rewind fails, and changes nothing."""
+
 
 class SimulatedExecutor(Executor):
     """See the module. `forward_fault` and `clone_fault` break the next call and are then taken off."""
 
     def __init__(self, capacity: int, max_batch_tokens: int, run: int, watcher: Watcher) -> None:
         self.cache = CellCache(capacity, run=run, read_block=run)
+        self.run = run
         self._max_batch_tokens = max_batch_tokens
         self._watcher = watcher
         self._keys = np.full(self.cache.capacity, -9, np.int64)
@@ -87,6 +98,8 @@ class SimulatedExecutor(Executor):
         self.forward_fault: str | None = None  # raise, shape, nothing, abort
         self.clone_fault: str | None = None  # raise, refuse, short
         self.open_fault = False
+        self.rewind_fault = False
+        self.close_fault = False  # after the sequence is closed
         self.n_opened = 0
         self.n_closed = 0
         self.n_clones = 0  # calls
@@ -126,8 +139,15 @@ class SimulatedExecutor(Executor):
         self.n_closed += 1
         self.n_changes += 1
         self._watcher.on_close(sequence)
+        if self.close_fault:
+            self.close_fault = False
+            raise ComputeError("a close that was to fail")
 
     def rewind(self, sequence: int, to: int) -> None:
+        if self.rewind_fault:
+            self.rewind_fault = False
+            self._watcher.on_rewind_failed(sequence)
+            raise ComputeError("a rewind that was to fail")
         self.cache.rewind(sequence, to)
         self.n_changes += 1
 

@@ -15,8 +15,6 @@ from ggml_engine.control.generation import Generation, Reason, Update
 from ggml_engine.control.session import Session
 from ggml_engine.errors import InputError, SessionBusyError
 
-DEEPEST = 3  # callbacks in callbacks
-
 
 class CallbackError(Exception):
     """Raised by a callback on purpose."""
@@ -29,13 +27,8 @@ class GeneratingCallers(Callers):
         super().__init__(*given)
         self.generations: dict[int, Generation] = {}
         self.asked: list[ModelGeneration] = []  # all that ever were, by number
-        self.depth = 0
         self._queued: ModelGeneration | None = None
         self._n_inputs = 0
-
-    def act_in_callback(self) -> None:
-        """Some command, of those that a callback gives."""
-        raise NotImplementedError
 
     def _pick_idle(self) -> Session | None:
         """Rather one that can generate."""
@@ -106,7 +99,7 @@ class GeneratingCallers(Callers):
         elif chance() < 0.15:
             self._n_inputs += 1
             kind = ForeignInput if chance() < 0.2 else SimulatedInput
-            prepared, tokens = kind(self._n_inputs, pick((0, 1, 3, 7))), []
+            prepared, tokens = kind(self._n_inputs, pick((0, 1, 3, 7)), pick((1 << 30, 1 << 30, 3, 5))), []
         elif chance() < 0.05:
             tokens = pick(([], [N_VOCAB], [-1]))
         at = len(model.keys)
@@ -176,12 +169,8 @@ class GeneratingCallers(Callers):
         self.note(f"callback of {generation.number} ({what}): {todo}")
         if todo == "cancel":
             self._cancel(generation.number)
-        elif todo == "act" and self.depth < DEEPEST:
-            self.depth += 1
-            where, self.where = self.where, "callback"
+        elif todo == "act":
             self.noting(self.act_in_callback)
-            self.where = where
-            self.depth -= 1
         elif todo == "raise":
             if what != "settled":
                 generation.raised = what
