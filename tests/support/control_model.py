@@ -125,7 +125,10 @@ class ControlModel:
         return len(self.resident) < self.max_sessions
 
     def rewind_failed(self, sequence: int) -> None:
-        self.resident[sequence].cannot_rewind = True
+        session = self.resident[sequence]
+        session.cannot_rewind = True
+        if session.active in self.begun and self.cancels(session.active):
+            session.active.due = Reason.CANCELLED
 
     def opened(self, sequence: int, state: SessionState, keys: list[int], *, is_snapshot: bool = False) -> ModelSession:
         """A session was made: numbers go up, and neither they nor sequences come twice."""
@@ -266,8 +269,6 @@ class ControlModel:
     def before_step(self) -> None:
         """What must end in the step that comes now, whatever else happens in it."""
         self._was_full = False
-        for session in self.resident.values():
-            session.cannot_rewind = False
         for generation in self.begun:
             is_full = generation.is_decode and len(generation.session.keys) >= self.limit
             generation.must_be_reaped = self.cancels(generation) or is_full
@@ -275,6 +276,8 @@ class ControlModel:
     def after_step(self) -> None:
         self.resolve()
         self._rows = []
+        for session in self.resident.values():
+            session.cannot_rewind = False
         for generation in self.begun:
             assert not generation.must_be_reaped, f"generation {generation.number} was to end before the step"
             assert generation.due is None, f"generation {generation.number} has not ended as {generation.due}"
@@ -374,7 +377,7 @@ class ControlModel:
         elif session.cannot_rewind:
             session.status = "poisoned"
             generation.next = None
-            self._end(generation, Reason.CANCELLED if self.cancels(generation) else Reason.FAILED)
+            self._end(generation, Reason.CANCELLED if generation.due is Reason.CANCELLED else Reason.FAILED)
         elif generation.due is Reason.FAILED and not (self.cancels(generation) and state.reason is Reason.CANCELLED):
             # one that a callback cancelled while the failure was told to others may have either end
             session.status = "poisoned"

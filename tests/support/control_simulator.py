@@ -114,7 +114,11 @@ class Simulation(GeneratingCallers):
         def watched_step() -> bool:
             self.noting(self.model.resolve)
             self.model.before_step()
-            is_busy = step()
+            try:
+                is_busy = step()
+            except Exception as error:
+                self.trouble = self.trouble or AssertionError(f"an error leaves a step: {error!r}")
+                raise
             self.noting(self.model.after_step)
             return is_busy
 
@@ -130,7 +134,7 @@ class Simulation(GeneratingCallers):
 
     def run(self) -> None:
         """Play it. Raises AssertionError at the first difference from the model."""
-        disabled, log.disabled = log.disabled, True
+        disabled, log.disabled = log.disabled, not self.is_traced
         try:
             while self.n_done < self.n_commands:
                 if self.n_done >= self._stop_at and not self.is_stopped:
