@@ -304,6 +304,9 @@ class ControlModel:
                 todo = generation.todo[generation.done : generation.done + len(keys)]
                 assert keys == todo, f"{keys} is forwarded, next is {todo}"
                 at = len(session.keys)
+                prepared = generation.asked.prepared
+                is_sound = prepared is None or keys[-1] < FIRST_OPAQUE or not prepared.has_changed
+                assert is_sound, "an input that has changed is forwarded"  # R47
                 crossed = [point for point in generation.asked.breakpoints if at < point < at + len(keys)]
                 assert not crossed, f"a chunk of {at} to {at + len(keys)} crosses {crossed}"
             assert wanted == [False] * (len(keys) - 1) + [last]
@@ -391,8 +394,8 @@ class ControlModel:
             assert generation.is_decode
             assert len(session.keys) >= self.limit, f"generation {generation.number} ended, there is room"
             self._end(generation, Reason.LENGTH)
-        elif state.reason is Reason.FAILED and prepared is not None and prepared.has_changed:
-            self._end(generation, Reason.FAILED, error=InputError)  # R47
+        elif isinstance(state.error, InputError) and prepared is not None and prepared.has_changed:
+            self._end(generation, Reason.FAILED)  # R47
         elif state.reason is Reason.FAILED:
             assert not self.is_reserved, f"generation {generation.number} failed, its cells are reserved"  # R50
             assert self._was_full, f"generation {generation.number} failed for no reason: {state.error!r}"

@@ -209,7 +209,8 @@ class Simulation(GeneratingCallers):
         self.model.forward(rows, self.executor.max_batch_tokens)
 
     def inside_forward(self) -> None:
-        if self.random.random() < 0.15:
+        is_fault_near = self.executor.forward_fault or self.executor.rewind_fault
+        if self.random.random() < (0.6 if is_fault_near else 0.15):
             self.where, before = "thread", self.where
             self.noting(lambda: self.act(_THREAD))
             self.where = before
@@ -374,7 +375,7 @@ def _menu(**weights: int) -> Menu:
 
 
 _THREAD = _menu(
-    open=3, generate=6, clone=4, snapshot=2, rewind=3, close=2, drop=1, cancel=8, drop_generation=2, cancel_future=1,
+    open=3, generate=5, clone=4, snapshot=2, rewind=3, close=2, drop=1, cancel=8, drop_generation=2, cancel_future=1,
     drop_future=1, rarely_stop=1,
 )  # fmt: skip
 _CALLBACK = _menu(

@@ -39,17 +39,16 @@ class SimulatedInput(PreparedInput):
     kind = Kind("simulated")
 
     def __init__(self, number: int, n: int, n_left: int = 1 << 30) -> None:
-        self.n_left = n_left  # its size changes when it was asked for so often
+        self.n_left = n_left  # its size changes after so many forwards
         self.keys = [FIRST_OPAQUE + 1000 * number + i for i in range(n)]
 
     def size(self) -> int:
-        self.n_left -= 1
         return len(self.keys) + self.has_changed
 
     @property
     def has_changed(self) -> bool:
         """Whether it breaks its promise by now."""
-        return self.n_left < 0
+        return self.n_left <= 0
 
     def content_hash(self) -> bytes:
         return array("q", self.keys).tobytes()
@@ -181,15 +180,16 @@ class SimulatedExecutor(Executor):
         keys = batch.tokens.astype(np.int64)
         for piece in getattr(batch, "prepared", ()):
             keys[piece.row : piece.row + piece.stop - piece.start] = piece.source.keys[piece.start : piece.stop]
+            piece.source.n_left -= 1
         self._keys[placement.cells] = keys
         watcher.inside_forward()
         fault, self.forward_fault = self.forward_fault, None
-        if self._is_aborted or fault == "abort":
-            watcher.on_outcome("aborted")
-            raise AbortedError("a forward that was told to stop")
         if fault == "raise":
             watcher.on_outcome("failed")
             raise ComputeError("a forward that was to fail")
+        if self._is_aborted or fault == "abort":
+            watcher.on_outcome("aborted")
+            raise AbortedError("a forward that was told to stop")
         logits = self._logits(batch, placement.positions)
         placement.commit()
         if fault is not None:

@@ -99,7 +99,7 @@ class GeneratingCallers(Callers):
         elif chance() < 0.15:
             self._n_inputs += 1
             kind = ForeignInput if chance() < 0.2 else SimulatedInput
-            prepared, tokens = kind(self._n_inputs, pick((0, 1, 3, 7)), pick((1 << 30, 1 << 30, 3, 5))), []
+            prepared, tokens = kind(self._n_inputs, pick((0, 1, 3, 7)), pick((1 << 30, 1 << 30, 1, 2))), []
         elif chance() < 0.05:
             tokens = pick(([], [N_VOCAB], [-1]))
         at = len(model.keys)
@@ -184,8 +184,11 @@ class GeneratingCallers(Callers):
             handle.cancel()
 
     def cancel(self) -> None:
-        if self.generations:
-            self._cancel(self.random.choice(list(self.generations)))
+        numbers = [number for number in self.generations if not self.asked[number].has_ended]
+        if not numbers or self.random.random() < 0.1:
+            numbers = list(self.generations)
+        if numbers:
+            self._cancel(self.random.choice(numbers))
 
     def drop_generation(self) -> None:
         if self.generations:

@@ -204,13 +204,17 @@ def stop_at_some_point(seed: int) -> dict[str, int]:
 def stop_many(first: int, n: int) -> None:
     """Also finds that a shutdown met work, with the counts of all: else it proves nothing."""
     total = dict.fromkeys(("started", "finished", "shutdown", "cancelled"), 0)
-    for seed in range(first, first + n):
-        try:
+    interval = sys.getswitchinterval()
+    try:
+        for seed in range(first, first + n):
+            sys.setswitchinterval(1e-5 if seed % 2 else interval)  # so that threads also meet in short pieces of code
             stats = stop_at_some_point(seed)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {error!r}") from error
-        for name in total:
-            total[name] += stats[name]
+            for name in total:
+                total[name] += stats[name]
+    except Exception as error:
+        raise AssertionError(f"seed {seed}: {error!r}") from error
+    finally:
+        sys.setswitchinterval(interval)
     assert all(n > 0 for n in total.values()), total
 
 

@@ -13,9 +13,11 @@ from ggml_engine.control.commands import RewindCommand, StartCommand
 from ggml_engine.control.core import Core
 from ggml_engine.control.future import EngineFuture
 from ggml_engine.control.generation import GenerationState, Reason
+from ggml_engine.control.options import RunnerOptions
 from ggml_engine.control.scheduler import Scheduler
 from ggml_engine.control.session_state import SessionState, SessionStatus
 from ggml_engine.control.work import Work
+from ggml_engine.errors import ComputeError, ExecutorError
 
 N_TO_FIND = 150  # first seeds among which a fault must be found; nearly all are found by one of the first ten
 
@@ -153,7 +155,7 @@ def an_end_is_told_twice(patch: Patch) -> None:
 @fault
 def the_pending_token_is_not_committed(patch: Patch) -> None:
     begin = Work.begin
-    patch.setattr(Work, "begin", lambda self, history, _, delta, now: begin(self, history, [], delta, now))
+    patch.setattr(Work, "begin", lambda self, history, _, *rest: begin(self, history, [], *rest))
 
 
 @fault
@@ -226,6 +228,16 @@ def an_aborted_forward_is_not_undone(patch: Patch) -> None:
 
 
 @fault
+def an_abort_that_cannot_be_undone_fails_who_was_cancelled(patch: Patch) -> None:
+    poison = Scheduler._poison
+
+    def wrong(self: Scheduler, running: object, error: Exception, reason: Reason = Reason.FAILED) -> None:
+        poison(self, running, error, Reason.FAILED if isinstance(error, ExecutorError) else reason)  # type: ignore[arg-type]
+
+    patch.setattr(Scheduler, "_poison", wrong)
+
+
+@fault
 def an_aborted_forward_ends_everybody(patch: Patch) -> None:
     def wrong(self: Scheduler, parts: list[object]) -> None:
         for part in parts:
@@ -246,6 +258,64 @@ def an_idle_session_gives_up_its_cells(patch: Patch) -> None:
         return True
 
     patch.setattr(Scheduler, "_evict_snapshot", wrong)
+
+
+@fault
+def a_snapshot_that_cannot_be_closed_ends_the_step(patch: Patch) -> None:
+    evict = Scheduler._evict_snapshot
+
+    def wrong(self: Scheduler) -> bool:
+        is_broken = self.executor.close_fault  # type: ignore[attr-defined]
+        found = evict(self)
+        if found and is_broken:
+            raise ComputeError("as the executor said")
+        return found
+
+    patch.setattr(Scheduler, "_evict_snapshot", wrong)
+
+
+@fault
+def what_is_reserved_is_given_away(patch: Patch) -> None:
+    def wrong(self: RunnerOptions, n_sessions: int, capacity: int) -> str:
+        return "too many" if n_sessions > self.max_sessions else ""
+
+    patch.setattr(RunnerOptions, "refusal", wrong)
+
+
+@fault
+def the_choice_of_a_victim_may_end_the_step(patch: Patch) -> None:
+    def wrong(self: Scheduler) -> object:
+        admitted = [running for running in self._running if running.is_admitted]
+        chosen = self.options.victim([running.session for running in admitted])
+        return next(running for running in admitted if running.session is chosen)
+
+    patch.setattr(Scheduler, "_victim", wrong)
+
+
+@fault
+def a_session_is_given_room_before_its_own_prompt_fits(patch: Patch) -> None:
+    patch.setattr(Scheduler, "_check_room", lambda *_: None)
+
+
+@fault
+def cached_tokens_count_as_evaluated(patch: Patch) -> None:
+    advance = Work.advance
+
+    def wrong(self: Work, *given: object) -> Reason | None:
+        reason = advance(self, *given)  # type: ignore[arg-type]
+        self.state.stats.evaluated_tokens = self.first_position + self._done
+        return reason
+
+    patch.setattr(Work, "advance", wrong)
+
+
+@fault
+def an_input_that_changes_is_forwarded(patch: Patch) -> None:
+    def wrong(self: Work, n: int) -> object:
+        start = self._done - int(self._lead.size)
+        return None if self.is_decode or start < 0 or not self._is_prepared else (self._delta, start, start + n)
+
+    patch.setattr(Work, "prepared", wrong)
 
 
 @fault
