@@ -84,6 +84,7 @@ class ModelSession:
     status: str = "open"
     active: ModelGeneration | None = None
     cannot_rewind: bool = False  # the executor failed to rewind it in this step
+    last_use: int = 0
 
     @property
     def is_busy(self) -> bool:
@@ -118,6 +119,7 @@ class ControlModel:
         self._rows: list[tuple[ModelGeneration, list[int]]] = []
         self._was_full = False
         self._had_snapshots = False
+        self._n_uses = 0
 
     # ---- sessions
 
@@ -137,6 +139,7 @@ class ControlModel:
         made = ModelSession(number, sequence, state, keys, is_snapshot)
         assert sequence not in self.resident
         self.sessions[number] = self.resident[sequence] = made
+        self.used(made)
         return made
 
     def can_clone(self, session: ModelSession, upto: int) -> bool:
@@ -165,11 +168,17 @@ class ControlModel:
         session = self.resident.pop(sequence)
         assert session.is_snapshot, f"session {session.number} was given up, it is no snapshot"
         assert not session.is_busy, f"snapshot {session.number} was given up while it generates"
+        older = [each.number for each in self._idle_snapshots() if each.last_use < session.last_use]
+        assert not older, f"snapshot {session.number} was given up, {older} were used longer ago"
         session.status = "evicted"
         self.n_evicted += 1
 
-    def evictable(self) -> bool:
-        return any(session.is_snapshot and not session.is_busy for session in self.resident.values())
+    def _idle_snapshots(self) -> list[ModelSession]:
+        return [session for session in self.resident.values() if session.is_snapshot and not session.is_busy]
+
+    def used(self, session: ModelSession) -> None:
+        self._n_uses += 1
+        session.last_use = self._n_uses
 
     # ---- generations
 
@@ -210,6 +219,7 @@ class ControlModel:
         else:
             session.pending = None
             self.begun.append(generation)
+            self.used(session)
 
     def _refusal(self, session: ModelSession, asked: Asked) -> type[EngineError] | None:
         if session.status == "poisoned":
@@ -316,7 +326,7 @@ class ControlModel:
         """The forward ended."""
         if outcome == "full":
             self._was_full = True
-            self._had_snapshots = self.evictable()
+            self._had_snapshots = bool(self._idle_snapshots())
         if outcome == "failed":
             for generation, _ in self._rows:
                 generation.due = Reason.CANCELLED if self.cancels(generation) else Reason.FAILED
@@ -325,6 +335,7 @@ class ControlModel:
         self.counts["steps"] += 1
         for generation, keys in self._rows:
             generation.session.keys += keys
+            self.used(generation.session)
             if generation.is_decode:
                 generation.next = None
                 self.counts["decode_tokens"] += 1

@@ -114,11 +114,14 @@ class Simulation(GeneratingCallers):
         def watched_step() -> bool:
             self.noting(self.model.resolve)
             self.model.before_step()
+            self._is_in_step = True
             try:
                 is_busy = step()
             except Exception as error:
                 self.trouble = self.trouble or AssertionError(f"an error leaves a step: {error!r}")
                 raise
+            finally:
+                self._is_in_step = False
             self.noting(self.model.after_step)
             return is_busy
 
@@ -129,6 +132,7 @@ class Simulation(GeneratingCallers):
         self._stop_at = self.random.randrange(3 * n_commands)
         self._n_changes = 0
         self._depth = 0
+        self._is_in_step = False
 
     # ---- the interleaving
 
@@ -224,8 +228,8 @@ class Simulation(GeneratingCallers):
         self.noting(lambda: self.model.rewind_failed(sequence))
 
     def on_close(self, sequence: int) -> None:
-        session = self.model.resident.get(sequence)
-        if session is not None and session.number not in self.model.closing and not self.is_stopped:
+        if self._is_in_step:
+            self.note(f"sequence {sequence} gives up its cells")
             self.noting(lambda: self.model.evicted(sequence))
 
     # ---- faults
@@ -383,7 +387,7 @@ _CALLBACK = _menu(
     rarely_stop=1,
 )  # fmt: skip
 _OUTSIDE = _menu(
-    open=10, generate=28, clone=8, snapshot=4, rewind=5, close=4, drop=3, cancel=3, drop_generation=2,
+    open=10, generate=28, clone=8, snapshot=9, rewind=5, close=4, drop=3, cancel=3, drop_generation=2,
     cancel_future=1, drop_future=1, break_forward=1, break_clone=1, break_open=1, break_rewind=1, break_close=1,
 )  # fmt: skip
 

@@ -159,6 +159,7 @@ class Callers:
                 assert found is None or value_of(found) is None
             else:
                 assert found is None or value_of(found) is not None, f"a clone of {source_id} at {to} was refused"
+                self.model.used(model)
                 self._made(found, model.keys[:to], is_snapshot=is_snapshot)
 
         def refused() -> None:

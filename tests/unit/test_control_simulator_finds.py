@@ -319,6 +319,38 @@ def an_input_that_changes_is_forwarded(patch: Patch) -> None:
 
 
 @fault
+def the_snapshot_that_was_used_last_goes_first(patch: Patch) -> None:
+    touch = Scheduler._touch
+
+    def wrong(self: Scheduler, state: SessionState) -> None:
+        touch(self, state)
+        state.last_use = -state.last_use
+
+    patch.setattr(Scheduler, "_touch", wrong)
+
+
+@fault
+def a_clone_is_no_use_of_its_source(patch: Patch) -> None:
+    touch = Scheduler._touch
+
+    def wrong(self: Scheduler, state: SessionState) -> None:
+        if state is not self.__dict__.get("_cloned"):
+            touch(self, state)
+
+    clone = Scheduler.clone
+
+    def cloned(self: Scheduler, source: SessionState, upto: int, *, is_snapshot: bool = False) -> SessionState | None:
+        self.__dict__["_cloned"] = source
+        try:
+            return clone(self, source, upto, is_snapshot=is_snapshot)
+        finally:
+            del self.__dict__["_cloned"]
+
+    patch.setattr(Scheduler, "_touch", wrong)
+    patch.setattr(Scheduler, "clone", cloned)
+
+
+@fault
 def generations_are_given_up_before_snapshots(patch: Patch) -> None:
     patch.setattr(Scheduler, "_evict_snapshot", lambda _: False)
 
