@@ -19,6 +19,7 @@ class EngineFuture(Future[T]):
     def __init__(self, is_engine_thread: Callable[[], bool]) -> None:
         super().__init__()
         self._is_engine_thread = is_engine_thread
+        self._is_cancel_told = False
 
     def result(self, timeout: float | None = None) -> T:
         """The value, when it is there. Raises TimeoutError, and WouldBlockError inside a callback of the engine."""
@@ -52,6 +53,7 @@ class EngineFuture(Future[T]):
         try:
             self.set_result(value)
         except InvalidStateError:
+            self._tell_cancelled()
             return False
         return True
 
@@ -60,5 +62,19 @@ class EngineFuture(Future[T]):
         try:
             self.set_exception(error)
         except InvalidStateError:
+            self._tell_cancelled()
             return False
         return True
+
+    def set_running_or_notify_cancel(self) -> bool:
+        """Whether its command may run; False when it was cancelled, and those who wait for it know that."""
+        if self._is_cancel_told:
+            return False
+        may_run = super().set_running_or_notify_cancel()
+        self._is_cancel_told = not may_run
+        return may_run
+
+    def _tell_cancelled(self) -> None:
+        """`concurrent.futures.wait` takes a cancelled future for done only when it was told so."""
+        if self.cancelled():
+            self.set_running_or_notify_cancel()
