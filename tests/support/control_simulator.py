@@ -15,6 +15,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from itertools import accumulate, count
 
 from control_model import ControlModel
@@ -142,6 +143,8 @@ class Simulation(GeneratingCallers):
         try:
             while self.n_done < self.n_commands:
                 if self.n_done >= self._stop_at and not self.is_stopped:
+                    if self.random.random() < 0.4:  # what was cancelled and not yet looked at
+                        self.cancel_future()
                     self.stop()
                 self.act(_OUTSIDE)
                 self.check()
@@ -345,6 +348,7 @@ class Simulation(GeneratingCallers):
 
     def check_balance(self) -> None:
         """Nothing is left (contract R100)."""
+        assert not wait(self.cancelled, 0).not_done, "who waits for a cancelled future waits for ever"
         executor = self.executor
         assert executor.n_opened == executor.n_closed, f"{executor.n_opened} opened, {executor.n_closed} closed"
         assert executor.free_cells == executor.capacity
@@ -388,7 +392,7 @@ _CALLBACK = _menu(
 )  # fmt: skip
 _OUTSIDE = _menu(
     open=10, generate=28, clone=8, snapshot=9, rewind=5, close=4, drop=3, cancel=3, drop_generation=2,
-    cancel_future=1, drop_future=1, break_forward=1, break_clone=1, break_open=1, break_rewind=1, break_close=1,
+    cancel_future=2, drop_future=1, break_forward=1, break_clone=1, break_open=1, break_rewind=1, break_close=1,
 )  # fmt: skip
 
 

@@ -59,6 +59,7 @@ class Callers:
         self.trouble: BaseException | None = None
         self.handles: dict[int, Session] = {}
         self.futures: list[HeldFuture] = []
+        self.cancelled: list[EngineFuture[Any]] = []
         self.where = "outside"
         self.is_traced = False
 
@@ -252,7 +253,9 @@ class Callers:
     def cancel_future(self) -> None:
         if self.futures:
             held = self.random.choice(self.futures)
-            held.was_cancelled = held.future.cancel() or held.was_cancelled
+            if held.future.cancel():
+                held.was_cancelled = True
+                self.cancelled.append(held.future)
             self.note(f"cancel a future: {held.was_cancelled}")
 
     def collect(self) -> None:

@@ -19,7 +19,7 @@ from ggml_engine.control.session_state import SessionState, SessionStatus
 from ggml_engine.control.work import Work
 from ggml_engine.errors import ComputeError, ExecutorError
 
-N_TO_FIND = 150  # first seeds among which a fault must be found; nearly all are found by one of the first ten
+N_TO_FIND = 300  # first seeds among which a fault must be found; nearly all are found by one of the first ten
 
 Patch = pytest.MonkeyPatch
 FAULTS: dict[str, Callable[[Patch], None]] = {}
@@ -398,6 +398,11 @@ def failed_batches_are_credited(patch: Patch) -> None:
 @fault
 def what_is_queued_at_the_end_is_forgotten(patch: Patch) -> None:
     patch.setattr(StartCommand, "refuse", lambda *_: None)
+
+
+@fault
+def who_waits_for_a_cancelled_future_is_not_told(patch: Patch) -> None:
+    patch.setattr(EngineFuture, "_tell_cancelled", lambda _: None)
 
 
 @fault
