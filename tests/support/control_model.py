@@ -48,7 +48,6 @@ class ModelGeneration:
     asked: Asked
     number: int
     refusal: type[EngineError] | None = None  # what the caller is told instead of a start
-    after_close: bool = False  # asked for after its session was closed
     state: GenerationState | None = None
     has_begun: bool = False
     has_ended: bool = False
@@ -190,9 +189,7 @@ class ControlModel:
         self.counts["started"] += 1
         session, asked = generation.session, generation.asked
         if was_cancelled:
-            # a session that was closed before it was asked has both answers
-            reasons = (Reason.CANCELLED, Reason.FAILED) if generation.after_close else (Reason.CANCELLED,)
-            self._end(generation, *reasons, error=SessionError if generation.after_close else None)
+            self._end(generation, Reason.CANCELLED)
             return
         refusal = self._refusal(session, asked)
         if refusal is not None:

@@ -13,7 +13,7 @@ from ggml_engine.control.commands import RefuseCommand, StartCommand
 from ggml_engine.control.config import GenConfig
 from ggml_engine.control.generation import Generation, Reason, Update
 from ggml_engine.control.session import Session
-from ggml_engine.errors import InputError, SessionBusyError
+from ggml_engine.errors import InputError, SessionBusyError, SessionError
 
 
 class CallbackError(Exception):
@@ -48,8 +48,9 @@ class GeneratingCallers(Callers):
         asked = self._asked(model)
         generation = ModelGeneration(model, asked, len(self.asked))
         self.asked.append(generation)
-        generation.after_close = session.id in self.model.closing
-        if not all(0 <= token < N_VOCAB for token in asked.tokens):
+        if session.id in self.model.closing:
+            generation.refusal = SessionError
+        elif not all(0 <= token < N_VOCAB for token in asked.tokens):
             generation.refusal = InputError
         elif model.is_busy:
             generation.refusal = SessionBusyError

@@ -15,6 +15,7 @@ from ggml_engine.control.future import EngineFuture
 from ggml_engine.control.generation import GenerationState, Reason
 from ggml_engine.control.options import RunnerOptions
 from ggml_engine.control.scheduler import Scheduler
+from ggml_engine.control.session import Session
 from ggml_engine.control.session_state import SessionState, SessionStatus
 from ggml_engine.control.work import Work
 from ggml_engine.errors import ComputeError, ExecutorError
@@ -403,6 +404,20 @@ def what_is_queued_at_the_end_is_forgotten(patch: Patch) -> None:
 @fault
 def who_waits_for_a_cancelled_future_is_not_told(patch: Patch) -> None:
     patch.setattr(EngineFuture, "_tell_cancelled", lambda _: None)
+
+
+@fault
+def a_closed_session_keeps_silent(patch: Patch) -> None:
+    generate = Session._generate
+
+    def wrong(self: Session, *given: object, **others: object) -> object:
+        self._state.close_requested, before = False, self._state.close_requested
+        try:
+            return generate(self, *given, **others)  # type: ignore[arg-type]
+        finally:
+            self._state.close_requested = before
+
+    patch.setattr(Session, "_generate", wrong)
 
 
 @fault

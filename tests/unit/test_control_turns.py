@@ -17,7 +17,7 @@ from ggml_engine.control.generation import Generation, Reason
 from ggml_engine.control.options import RunnerOptions
 from ggml_engine.control.runner import Runner
 from ggml_engine.control.session import Session
-from ggml_engine.errors import ComputeError, PoolFullError
+from ggml_engine.errors import ComputeError, PoolFullError, SessionError
 from ggml_engine.ggml.sampler_config import SamplerConfig
 
 
@@ -102,6 +102,18 @@ def test_what_the_end_of_a_victim_queues_runs_before_the_next_forward(hand: ByHa
     [call] = hand.executor.calls_of("clone")
     assert call.n_forwards == n_forwards
     assert other.reason is None
+
+
+def test_a_closed_session_says_so_and_one_that_is_closed_later_is_cancelled(hand: ByHand) -> None:  # R55
+    session = hand.open()
+    before = session.generate_async([1, 2])
+    session.close()
+    after = session.generate_async([1, 2])
+    hand.turns(2)
+    assert before.reason is Reason.CANCELLED
+    assert after.reason is Reason.FAILED
+    with pytest.raises(SessionError, match="closed"):
+        after.result(0)
 
 
 def test_who_waits_for_a_cancelled_future_is_told_when_the_runner_stops() -> None:  # R54
