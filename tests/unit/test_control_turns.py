@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import wait
 from itertools import count
@@ -114,6 +115,17 @@ def test_a_closed_session_says_so_and_one_that_is_closed_later_is_cancelled(hand
     assert after.reason is Reason.FAILED
     with pytest.raises(SessionError, match="closed"):
         after.result(0)
+
+
+def test_a_request_that_cannot_be_keeps_no_session(hand: ByHand) -> None:  # R52
+    session = hand.open()
+    refused = session.generate_async([-1])
+    handle = weakref.ref(session)
+    del session
+    assert handle() is None  # its close is queued now, not when the engine comes to tell what cannot be
+    hand.turns(1)
+    assert refused.reason is Reason.FAILED
+    assert len(hand.executor.calls_of("close")) == 1
 
 
 def test_who_waits_for_a_cancelled_future_is_told_when_the_runner_stops() -> None:  # R54
