@@ -9,6 +9,7 @@ middle; all at default settings. Run it alone: threads of ggml spin.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 
@@ -19,7 +20,7 @@ GREEDY = SamplerConfig(temperature=0.0)
 
 
 def gaps(times: list[float]) -> list[float]:
-    return [after - before for before, after in zip(times, times[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(times)]
 
 
 def stream_config(n: int) -> GenConfig:
@@ -81,8 +82,8 @@ def main() -> None:
             print(
                 f"solo step {row['solo step'] * 1e3:7.1f} ms | longest gap {row['longest gap'] * 1e3:7.1f} ms = "
                 f"{row['longest gap'] / row['solo step']:5.1f} steps, median {row['median gap'] * 1e3:6.1f} ms | "
-                f"prefill {row['prefill tokens/s alone']:6.1f} tokens/s alone, {row['prefill share']:5.3f} of it beside | "
-                f"short request's first token {row['first token of a short request'] * 1e3:7.1f} ms"
+                f"prefill {row['prefill tokens/s alone']:6.1f} tokens/s alone, {row['prefill share']:5.3f} of it "
+                f"beside | short request's first token {row['first token of a short request'] * 1e3:7.1f} ms"
             )
 
 
