@@ -210,7 +210,7 @@ class Engine:
                 return
             if self._runner is not None and not self._runner.shutdown():
                 raise EngineError(
-                    "nothing was freed: the engine's thread is in use, by this callback or by a long step"
+                    "nothing was freed: the engine's thread is busy, with this callback or a long step"
                 )
             self._closed = True
             self.executor.close_all()
