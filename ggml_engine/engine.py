@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
-from ggml_engine.errors import ClosedError
+from ggml_engine.errors import ClosedError, ContextLengthError, EngineError, InputError, OptionError
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.vocab import PendingVocabulary, Vocabulary
 from ggml_engine.known_models import find_model
@@ -21,8 +21,11 @@ from ggml_engine.known_models import find_model
 if TYPE_CHECKING:
     from ggml_engine.chat import ChatTemplate
     from ggml_engine.control.config import GenConfig
-    from ggml_engine.control.conversation import Conversation, TokenHistory
-    from ggml_engine.control.generation import Generation, PrefillProgress
+    from ggml_engine.control.conversation import Conversation
+    from ggml_engine.control.generation import Generation
+    from ggml_engine.control.options import RunnerOptions
+    from ggml_engine.control.runner import Runner
+    from ggml_engine.control.session import Session
     from ggml_engine.executor.executor import GgmlExecutor
     from ggml_engine.models.model import Model
     from ggml_engine.models.weights import Cancel, Progress
@@ -33,9 +36,9 @@ Message = Mapping[str, object]
 class Engine:
     """A loaded model.
 
-    `Engine.load` may run on any thread: keep it off a GUI's. All methods may be called from any thread; steps of
-    generations on several threads take turns, and compute without the GIL. One generation is iterated by one thread;
-    its `cancel` may be called from any.
+    `Engine.load` may run on any thread: keep it off a GUI's. All methods may be called from any thread. Generations
+    are computed by a thread of the engine, without the GIL, several of them in one step. One generation is iterated by
+    one thread; its `cancel` may be called from any.
     """
 
     def __init__(self, file: GGUFFile, vocabulary: Vocabulary, executor: GgmlExecutor) -> None:
@@ -44,6 +47,7 @@ class Engine:
         self.vocabulary = vocabulary
         self.executor = executor
         self._template: ChatTemplate | None = None
+        self._runner: Runner | None = None
         self._lock = threading.RLock()
         self._closed = False
 
@@ -109,19 +113,18 @@ class Engine:
         *,
         max_tokens: int | None = None,
         parse_special: bool = False,
-        on_prefill: PrefillProgress | None = None,
     ) -> Generation:
         """Continue `prompt` (text, or token ids) as it is: no chat template.
 
-        Text that spells a control token stays text unless `parse_special`. Iterate the result for pieces of text.
-        Raises InputError and ContextLengthError.
+        Begins at once, in a session of its own that ends with the result. Text that spells a control token stays text
+        unless `parse_special`. Iterate the result for pieces of text. Raises InputError and ContextLengthError.
         """
         if isinstance(prompt, str):
             encoded = self.vocabulary.encode(prompt, add_special=True, parse_special=parse_special)
             tokens: Sequence[int] = encoded.tolist()
         else:
             tokens = prompt
-        return self._history().generate_from(tokens, config, max_tokens=max_tokens, on_prefill=on_prefill)
+        return self._generate_alone(tokens, config, max_tokens)
 
     def chat(
         self,
@@ -129,7 +132,6 @@ class Engine:
         config: GenConfig | None = None,
         *,
         max_tokens: int | None = None,
-        on_prefill: PrefillProgress | None = None,
     ) -> Generation:
         """Answer `messages` (or one user message) through the model's chat template.
 
@@ -137,14 +139,45 @@ class Engine:
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        tokens = self.encode_chat(messages)
-        return self._history().generate_from(tokens, config, max_tokens=max_tokens, on_prefill=on_prefill)
+        return self._generate_alone(self.encode_chat(messages), config, max_tokens)
+
+    def _generate_alone(self, tokens: Sequence[int], config: GenConfig | None, max_tokens: int | None) -> Generation:
+        runner = self.runner()
+        wanted = self.vocabulary.check_tokens(tokens)
+        if not wanted.size:
+            raise InputError("there is nothing to generate from: the prompt has no tokens")
+        if wanted.size > self.executor.capacity:
+            raise ContextLengthError(int(wanted.size), self.executor.capacity)
+        return runner.open_session().generate_alone(wanted, config, max_tokens=max_tokens)
+
+    # ---- sessions
+
+    def session(self) -> Session:
+        """A new, empty session, to be continued, cloned and rewound. Raises SessionLimitError and ClosedError."""
+        return self.runner().open_session()
+
+    def runner(self, options: RunnerOptions | None = None) -> Runner:
+        """The engine's thread, started at the first call; `options` bound it, and can be given then only.
+
+        Raises OptionError for options that cannot be, or that come too late, and ClosedError.
+        """
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the engine was closed")
+            if self._runner is None:
+                from ggml_engine.control.runner import Runner  # noqa: PLC0415  # see above
+                from ggml_engine.control.text import VocabularyText  # noqa: PLC0415
+
+                self._runner = Runner(self.executor, VocabularyText(self.vocabulary), options)
+            elif options is not None:
+                raise OptionError("the runner has started: give its options at the first call of runner()")
+            return self._runner
 
     def conversation(self, system: str | None = None) -> Conversation:
-        """A chat that keeps its sequence: every turn forwards only what is new."""
+        """A chat that keeps its session: every turn forwards only what is new."""
         from ggml_engine.control.conversation import Conversation  # noqa: PLC0415  # see above
 
-        return Conversation(self._history(), self.encode_chat, system)
+        return Conversation(self.session(), self.encode_chat, system)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a rendered chat, ready for the assistant's turn."""
@@ -166,21 +199,16 @@ class Engine:
             )
         return self._template
 
-    def _history(self) -> TokenHistory:
-        from ggml_engine.control.conversation import TokenHistory  # noqa: PLC0415  # see above
-
-        if self._closed:
-            raise ClosedError("the engine was closed")
-        return TokenHistory(self.executor, self.vocabulary)
-
     # ---- lifecycle
 
     def close(self) -> None:
-        """Free everything; idempotent. Waits for a running step; generations over it raise ClosedError."""
+        """Free everything; idempotent. Stops a running step; generations over it raise ClosedError."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
+            if self._runner is not None and not self._runner.shutdown():
+                raise EngineError("the engine's thread does not come back from the executor: nothing was freed")
             self.executor.close_all()
             self.model.free()
             self.file.close()

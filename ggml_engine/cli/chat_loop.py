@@ -66,7 +66,7 @@ def _turn(
     bar = ProgressLine("reading", tokens, above=engine.executor.options.max_batch_tokens)
     with Interrupts() as interrupts:
         try:
-            reply = conversation.send(line, config, bar)
+            reply = conversation.send(line, config)
             interrupts.on_request(reply.cancel)
             stream_text(reply, output, bar)
         except (InputError, PoolFullError) as error:

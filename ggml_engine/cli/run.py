@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ggml_engine.control.config import GenConfig
-    from ggml_engine.control.generation import Generation, PrefillProgress
+    from ggml_engine.control.generation import Generation
     from ggml_engine.engine import Engine
 
 PROMPT = "Prompt"
@@ -152,7 +152,7 @@ def _answer(
     engine: Engine, prompt: str, config: GenConfig, values: dict[str, Any], interrupts: Interrupts, load_s: float
 ) -> int:
     bar = output.ProgressLine("reading", output.tokens, above=values["max_batch_tokens"])
-    generation = _begin(engine, prompt, config, values, bar)
+    generation = _begin(engine, prompt, config, values)
     interrupts.on_request(generation.cancel)
     stream = output.TextOutput()
     shown = None if values["as_json"] else stream
@@ -166,15 +166,13 @@ def _answer(
     return INTERRUPTED if interrupts.requested else 0
 
 
-def _begin(
-    engine: Engine, prompt: str, config: GenConfig, values: dict[str, Any], on_prefill: PrefillProgress
-) -> Generation:
+def _begin(engine: Engine, prompt: str, config: GenConfig, values: dict[str, Any]) -> Generation:
     if values["raw"]:
-        return engine.generate(prompt, config, parse_special=values["parse_special"], on_prefill=on_prefill)
+        return engine.generate(prompt, config, parse_special=values["parse_special"])
     system = values["system"]
     messages = [] if system is None else [{"role": "system", "content": system}]
     check_template(engine)
-    return engine.chat([*messages, {"role": "user", "content": prompt}], config, on_prefill=on_prefill)
+    return engine.chat([*messages, {"role": "user", "content": prompt}], config)
 
 
 def _result(

@@ -23,10 +23,12 @@ def check_template(engine: Engine) -> None:
 def stream_text(generation: Generation, output: TextOutput | None, bar: ProgressLine) -> None:
     """Run a generation to its end, text to `output`; `bar` shows the reading of the prompt and is wiped."""
     try:
-        bar(0, generation.stats.prompt_tokens - generation.stats.reused_tokens)
-        for piece in generation:
-            bar.clear()
-            if output is not None:
-                output.write(piece)
+        for update in generation.updates():
+            if update.prefill is not None:
+                bar(update.prefill.done, update.prefill.total)
+            if update.text:
+                bar.clear()
+                if output is not None:
+                    output.write(update.text)
     finally:
         bar.clear()

@@ -9,6 +9,7 @@ from ggml_engine.ggml.sampler_config import SamplerConfig
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
+MAX_LOGPROBS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,11 @@ class GenConfig:
 
     `max_tokens` None means until the model ends or the context is full. `stop` strings end it and are not part of the
     text; `stop_tokens` end it like the model's own end tokens, which `ignore_eos` turns off.
+
+    `prefill_breakpoints` are positions of the session: no chunk of a prefill crosses one, and `on_breakpoint` is told
+    when one is reached. `logprobs` asks for the natural logarithms of the model's own probabilities (before any
+    sampler) of every generated token and of so many likeliest ones beside it; `prompt_logprobs` asks the same of the
+    prompt's tokens, all but the first one of a session.
     """
 
     max_tokens: int | None = None
@@ -24,6 +30,9 @@ class GenConfig:
     stop_tokens: frozenset[int] = frozenset()
     ignore_eos: bool = False
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    prefill_breakpoints: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         n = self.max_tokens
@@ -38,3 +47,14 @@ class GenConfig:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
                 raise OptionError(f"a stop string has 1 to {MAX_STOP_LENGTH} characters, one is {text!r:.60}")
         object.__setattr__(self, "stop_tokens", frozenset(self.stop_tokens))
+        points = tuple(sorted(set(self.prefill_breakpoints)))
+        for point in points:
+            if isinstance(point, bool) or not isinstance(point, int) or point < 1:
+                raise OptionError(f"a prefill breakpoint is a position of at least 1, one is {point!r}")
+        object.__setattr__(self, "prefill_breakpoints", points)
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(self, name)
+            if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int)):
+                raise OptionError(f"{name} must be a number of tokens or None, is {wanted!r}")
+            if wanted is not None and not 0 <= wanted <= MAX_LOGPROBS:
+                raise OptionError(f"{name} must be 0 to {MAX_LOGPROBS}, is {wanted}")

@@ -1,29 +1,29 @@
-"""`Generation`: the handle of one generate call over one sequence.
+"""`Generation`: the handle of one generate call, and `GenerationState`, what the engine thread knows of it.
 
-Owns a sampler, a decoder of the stream and the counting of tokens and times. Runs on the thread that iterates it.
-Leaves the sequence with every token that it forwarded; the last sampled one is pending: sampled, not committed.
+The state is written by the engine thread and read by any; a lock guards what readers wait for. A handle only looks at
+its state: dropping the handle ends a generation that nobody else listens to.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+import asyncio
+import contextlib
+import itertools
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.control.config import GenConfig
-from ggml_engine.control.stop import StopMatcher
-from ggml_engine.errors import CancelledError, ContextLengthError, InputError
-from ggml_engine.executor.batch import Batch
-from ggml_engine.executor.executor import GgmlExecutor
-from ggml_engine.ggml.sampler import Sampler
-from ggml_engine.ggml.vocab import StreamDecoder, Vocabulary
+from ggml_engine.control.logprobs import TokenLogprobs
+from ggml_engine.errors import ClosedError, EngineError, WouldBlockError
+from ggml_engine.executor.prepared import PreparedInput
 
-PrefillProgress = Callable[[int, int], None]  # (tokens done, tokens in all)
+_POLL_S = 0.25  # a wait is cut into such pieces, so that Ctrl-C is noticed on every platform
 
 
 class Reason(str, Enum):
@@ -32,17 +32,39 @@ class Reason(str, Enum):
     FINISHED = "finished"  # the model said so
     LENGTH = "length"  # max_tokens, or the context is full
     STOP = "stop"  # a stop string or stop token
-    CANCELLED = "cancelled"
+    CANCELLED = "cancelled"  # by its handle, or because its session was closed
+    FAILED = "failed"  # `error` says why
+    SHUTDOWN = "shutdown"  # the runner ended
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """How far a prompt is read: tokens done of those to be evaluated, and their speed so far."""
+
+    done: int
+    total: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What is new: tokens and text (a piece of text never holds half a character), or progress of the prefill."""
+
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prefill: Prefill | None = None
 
 
 @dataclass(slots=True)
 class GenerationStats:
-    """Counts and times of a generation. Times in seconds since it began to run."""
+    """Counts and times of a generation. Times in seconds since it was asked for, the wait in the queue apart."""
 
     prompt_tokens: int = 0
     reused_tokens: int = 0
     evaluated_tokens: int = 0
     generated_tokens: int = 0
+    queued_s: float = 0.0
     prefill_s: float = 0.0
     first_token_s: float | None = None
     decode_s: float = 0.0
@@ -61,143 +83,274 @@ class GenerationStats:
         return n / self.decode_s if n > 0 and self.decode_s > 0 else 0.0
 
 
-class SequenceOwner(Protocol):
-    """Who keeps a sequence: its committed tokens, and the generation that may extend it."""
-
-    sequence: int
-    tokens: list[int]
-    generation: Generation | None
+OnUpdate = Callable[[Update], object]
+OnBreakpoint = Callable[[int], object]
+OnSettled = Callable[["Generation"], object]
 
 
-class Generation(Iterator[str]):
-    """Iterate for pieces of text; a piece never holds half a character.
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What a generation was asked for. `is_whole` means that `delta` is a whole history, not what follows one."""
 
-    `tokens` are those sampled so far, the end token included; `text` is what was shown. `result()` runs it to its end.
-    """
+    config: GenConfig
+    max_tokens: int | None = None
+    is_whole: bool = False
+    on_update: OnUpdate | None = None
+    on_breakpoint: OnBreakpoint | None = None
+    on_settled: OnSettled | None = None
+    delta: npt.NDArray[np.int32] | PreparedInput = field(default_factory=lambda: np.empty(0, np.int32))
+
+
+class GenerationState:
+    """What is known of a generation. All but the reading and `request_cancel` is the engine thread's."""
 
     def __init__(
         self,
-        executor: GgmlExecutor,
-        vocabulary: Vocabulary,
-        owner: SequenceOwner,
-        delta: npt.NDArray[np.int32],
-        config: GenConfig,
-        on_prefill: PrefillProgress | None = None,
+        request: Request,
+        asked_at: float,
+        is_engine_thread: Callable[[], bool],
+        on_cancel: Callable[[GenerationState], None],
     ) -> None:
-        """`delta` are the tokens to forward first, at least one, after those that the owner's sequence holds."""
-        self._executor = executor
-        self._vocabulary = vocabulary
-        self._owner = owner  # keeps the sequence open while it is needed
-        self._sequence = owner.sequence
-        self._delta = delta
-        history = owner.tokens
-        if not self._delta.size:
-            raise InputError("there is nothing to generate from: the prompt has no tokens")
-        needed, limit = len(history) + int(delta.size), executor.cache.capacity
-        if needed > limit:
-            raise ContextLengthError(needed, limit)
-        self._history = list(history)
-        self._config = config
-        self._on_prefill = on_prefill
+        self.request = request
+        self.asked_at = asked_at
+        self.stats = GenerationStats()
+        self.updates: list[Update] = []
         self.tokens: list[int] = []
         self.text = ""
-        self.stats = GenerationStats(prompt_tokens=needed, reused_tokens=len(history))
-        self._cancelled = False
-        self._pieces = self._run()
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    def cancel(self) -> None:
-        """End before the next step; may be called from any thread."""
-        self._cancelled = True
-
-    def result(self) -> str:
-        """Run to the end and return the whole text."""
-        for _ in self:
-            pass
-        return self.text
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
+        self.error: BaseException | None = None
+        self.cancel_requested = False
+        self._is_settled = False
+        self.is_engine_thread = is_engine_thread
+        self._on_cancel = on_cancel
+        self._changed = threading.Condition()
+        self._listeners: dict[int, Callable[[], None]] = {}
+        self._listener_ids = itertools.count()
 
     @property
     def reason(self) -> Reason | None:
         """Why it ended; None while it runs."""
         return self.stats.reason
 
-    # ---- the loop
+    # ---- the engine thread's side
 
-    def _run(self) -> Iterator[str]:
-        decoder, matcher = StreamDecoder(self._vocabulary), StopMatcher(self._config.stop)
-        with Sampler(self._vocabulary, self._config.sampler) as sampler:
-            sampler.accept_prompt([*self._history, *self._delta.tolist()])
-            begun = time.perf_counter()
-            logits = self._prefill(begun)
-            while logits is not None:
-                token = sampler.sample(logits)
-                sampler.accept(token)
-                self._count(token, begun)
-                ends = self._ends(token)
-                shown = matcher.push("" if ends else decoder.push(token))
-                if shown:
-                    self.text += shown
-                    yield shown
-                reason = ends or self._bounded(matcher)
-                if reason is not None:
-                    self.stats.reason = reason
-                    break
-                logits = self._forward([token], "last")[0]
-        rest = matcher.push(decoder.finish()) + matcher.finish()
-        if rest:
-            self.text += rest
-            yield rest
+    def publish(self, update: Update) -> None:
+        """Add what is new; nothing after the end."""
+        with self._changed:
+            if self.stats.reason is not None:
+                return
+            self.updates.append(update)
+            self.tokens.extend(update.tokens)
+            self.text += update.text
+            self._changed.notify_all()
+            listeners = list(self._listeners.values())
+        for listener in listeners:
+            listener()
 
-    def _prefill(self, begun: float) -> npt.NDArray[np.float32] | None:
-        chunk = self._executor.options.max_batch_tokens
-        total = int(self._delta.size)
-        for start in range(0, total, chunk):
-            if self._cancelled:
-                self.stats.reason = Reason.CANCELLED
-                return None
-            end = min(start + chunk, total)
-            wanted = "last" if end == total else "none"
-            logits = self._forward(self._delta[start:end], wanted)
-            self.stats.evaluated_tokens = end
-            self.stats.prefill_s = time.perf_counter() - begun
-            if self._on_prefill is not None:
-                self._on_prefill(end, total)
-        last: npt.NDArray[np.float32] = logits[0]
-        return last
+    def publish_text(self, text: str) -> None:
+        """Add text that was held back."""
+        self.publish(Update(text=text))
 
-    def _forward(self, tokens: Sequence[int] | npt.NDArray[np.int32], wanted: str) -> npt.NDArray[np.float32]:
-        if self._owner.generation is not self:
-            raise CancelledError("another generation has begun in this conversation")
-        logits = self._executor.forward(Batch.of_sequence(self._sequence, tokens, logits=wanted))
-        self._owner.tokens.extend(int(token) for token in tokens)
-        return logits
+    def mark_settled(self) -> bool:
+        """Note that its end was counted and told; whether this call did."""
+        with self._changed:
+            was_settled, self._is_settled = self._is_settled, True
+            return not was_settled
 
-    def _count(self, token: int, begun: float) -> None:
-        now = time.perf_counter() - begun
-        self.tokens.append(token)
-        self.stats.generated_tokens += 1
-        self.stats.token_times_s.append(now)
-        if self.stats.first_token_s is None:
-            self.stats.first_token_s = now
-        self.stats.decode_s = now - self.stats.first_token_s
+    def end(self, reason: Reason, error: BaseException | None = None) -> bool:
+        """End it, once; whether this call did."""
+        with self._changed:
+            if self.stats.reason is not None:
+                return False
+            if error is not None:
+                error.__traceback__ = None  # its frames would keep the engine alive for as long as this is kept
+            self.error = error
+            self.stats.reason = reason
+            self._changed.notify_all()
+            listeners = list(self._listeners.values())
+        for listener in listeners:
+            listener()
+        return True
 
-    def _ends(self, token: int) -> Reason | None:
-        if token in self._config.stop_tokens:
-            return Reason.STOP
-        if not self._config.ignore_eos and self._vocabulary.is_end(token):
-            return Reason.FINISHED
-        return None
+    # ---- anybody's
 
-    def _bounded(self, matcher: StopMatcher) -> Reason | None:
-        if matcher.matched is not None:
-            return Reason.STOP
-        if self._cancelled:
-            return Reason.CANCELLED
-        limit = self._config.max_tokens
-        if limit is not None and len(self.tokens) >= limit:
-            return Reason.LENGTH
-        if self._executor.length(self._sequence) >= self._executor.cache.capacity:
-            return Reason.LENGTH
-        return None
+    def request_cancel(self) -> None:
+        """Ask for the end, before the next step or inside a long one."""
+        if self.stats.reason is None:
+            self.cancel_requested = True
+            self._on_cancel(self)
+
+    def wait(self, n_seen: int, timeout: float | None) -> bool:
+        """Until there are more than `n_seen` updates, or the end; False at the timeout."""
+
+        def is_there() -> bool:
+            return self.stats.reason is not None or len(self.updates) > n_seen
+
+        return self._wait_for(is_there, timeout)
+
+    def wait_end(self, timeout: float | None) -> bool:
+        """Until it has ended; False at the timeout."""
+        return self._wait_for(lambda: self.stats.reason is not None, timeout)
+
+    def _wait_for(self, is_there: Callable[[], bool], timeout: float | None) -> bool:
+        if is_there():
+            return True
+        if self.is_engine_thread():
+            raise WouldBlockError("a callback cannot wait for a generation: its own thread has to compute it")
+        with self._changed:
+            left = timeout
+            while not is_there():
+                if left is not None and left <= 0:
+                    return False
+                piece = _POLL_S if left is None else min(left, _POLL_S)
+                if not self._changed.wait(piece) and left is not None:
+                    left -= piece
+        return True
+
+    @contextlib.contextmanager
+    def listening(self, listener: Callable[[], None]) -> Iterator[None]:
+        """Call `listener` (on the engine thread) whenever something is new."""
+        number = next(self._listener_ids)
+        with self._changed:
+            self._listeners[number] = listener
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._listeners[number]
+
+
+class Generation(Iterator[str]):
+    """Iterate (`for` or `async for`) for pieces of text; a piece never holds half a character.
+
+    `tokens` are those sampled so far, the end token included; `text` is what was shown. Dropping the handle cancels,
+    unless an `on_update` listens. Usable from any thread; what waits refuses to in a callback (WouldBlockError).
+    """
+
+    def __init__(self, state: GenerationState, keep: object = None, *, cancels_when_dropped: bool = True) -> None:
+        self._state = state
+        self._keep = keep
+        self._n_seen = 0
+        if cancels_when_dropped:
+            weakref.finalize(self, GenerationState.request_cancel, state).atexit = False
+
+    # ---- text as it comes
+
+    def __next__(self) -> str:
+        state = self._state
+        while True:
+            state.wait(self._n_seen, None)
+            if self._n_seen < len(state.updates):
+                update = state.updates[self._n_seen]
+                self._n_seen += 1
+                if update.text:
+                    return update.text
+            elif state.reason is not None:
+                self._raise()
+                raise StopIteration
+
+    def __aiter__(self) -> AsyncIterator[str]:
+        return self._async_pieces()
+
+    async def _async_pieces(self) -> AsyncIterator[str]:
+        state, loop, changed = self._state, asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(changed.set)
+
+        with state.listening(wake):
+            while True:
+                changed.clear()
+                while self._n_seen < len(state.updates):
+                    update = state.updates[self._n_seen]
+                    self._n_seen += 1
+                    if update.text:
+                        yield update.text
+                if state.reason is not None and self._n_seen == len(state.updates):
+                    self._raise()
+                    return
+                await changed.wait()
+
+    def updates(self) -> Iterator[Update]:
+        """All updates from the first one, progress of the prefill included, as they come."""
+        for index in itertools.count():
+            self._state.wait(index, None)
+            if index == len(self._state.updates):
+                self._raise()
+                return
+            yield self._state.updates[index]
+
+    # ---- the end
+
+    def cancel(self) -> None:
+        """End before the next step, a long prefill also inside it. Idempotent."""
+        self._state.request_cancel()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until it has ended, however it did; False when `timeout` seconds passed before."""
+        return self._state.wait_end(timeout)
+
+    def result(self, timeout: float | None = None) -> str:
+        """The whole text, when it has ended. Raises what it failed with, and TimeoutError."""
+        if not self.wait(timeout):
+            raise TimeoutError(f"the generation did not end in {timeout} s")
+        self._raise()
+        return self.text
+
+    def _raise(self) -> None:
+        if self._state.error is not None:
+            raise self._state.error
+        if self.reason is Reason.SHUTDOWN:
+            raise ClosedError("the engine was closed")
+
+    # ---- what there is so far
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why it ended; None while it runs."""
+        return self._state.reason
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it failed with."""
+        return self._state.error
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens sampled so far, the end token included."""
+        return list(self._state.tokens)
+
+    @property
+    def text(self) -> str:
+        """Text shown so far."""
+        return self._state.text
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Counts and times so far."""
+        return self._state.stats
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Of the tokens so far, where `GenConfig.logprobs` asked for them."""
+        return [each for update in self._state.updates for each in update.logprobs]
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None]:
+        """Of the evaluated prompt tokens so far, where asked for; None where nothing came before the token."""
+        return list(self._state.prompt_logprobs)
+
+    def __repr__(self) -> str:
+        state = "running" if self.reason is None else self.reason.value
+        return f"<Generation {state}, {len(self._state.tokens)} tokens>"
+
+
+def failure(error: BaseException) -> EngineError:
+    """An error of the engine's tree for anything that was raised."""
+    if isinstance(error, EngineError):
+        return error
+    made = EngineError(f"{type(error).__name__}: {error}")
+    made.__cause__ = error
+    error.__traceback__ = None
+    return made

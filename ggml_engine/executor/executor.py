@@ -154,9 +154,8 @@ class GgmlExecutor(Executor):
 
     @property
     def free_cells(self) -> int:
-        """How many cells no sequence owns. ClosedError after `close_all`."""
-        with self._turn_of_caller():
-            return self.cache.free_cells
+        """How many cells no sequence owns."""
+        return self.cache.free_cells
 
     @property
     def max_batch_tokens(self) -> int:

@@ -76,11 +76,11 @@ class Executor(ABC):
         of the computation, with the step's cells claimed until its sequences are rewound or closed.
         """
 
-    def abort(self) -> None:  # noqa: B027  # the default does nothing
+    def abort(self) -> None:  # noqa: B027  # the default is to do nothing
         """Let the running forward end soon with AbortedError. Does nothing where that is not possible.
 
         Holds until `clear_abort`: a forward that begins meanwhile is aborted, too.
         """
 
-    def clear_abort(self) -> None:  # noqa: B027
+    def clear_abort(self) -> None:  # noqa: B027  # the default is to do nothing
         """Let forwards run again."""

@@ -32,7 +32,7 @@ def engine() -> Iterator[Engine]:
 
 def used_cells(engine: Engine) -> int:
     gc.collect()
-    engine.executor.close(engine.executor.open())  # a turn, in which dropped sequences are closed
+    engine.session().close()  # comes after the closing of those that were dropped
     return int(engine.executor.stats()["cells_used"])
 
 
@@ -101,8 +101,8 @@ def test_an_unfinished_reply_counts_as_said_so_far(engine: Engine) -> None:
     said = reply.text
     assert talk.messages[-1] == {"role": "assistant", "content": said}
     following = talk.send("Stop.", GREEDY)
-    with pytest.raises(CancelledError):
-        reply.result()
+    assert reply.reason is not None
+    assert reply.reason.value == "cancelled"
     assert following.result()
 
 

@@ -1,0 +1,175 @@
+"""What handles ask of the engine thread: one class for each thing.
+
+A command knows how to do it (`run`, on the engine thread) and how to tell that it will not be done (`refuse`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from ggml_engine.control.core import Core
+from ggml_engine.control.future import EngineFuture
+from ggml_engine.control.generation import GenerationState, Reason
+from ggml_engine.control.session_state import SessionState
+from ggml_engine.control.text import TokenSampler
+from ggml_engine.errors import ClosedError, EngineError
+
+log = logging.getLogger("ggml_engine.control")
+
+Handle = TypeVar("Handle")
+MakeHandle = Callable[[SessionState], Handle]
+
+
+class OpenCommand(Generic[Handle]):
+    """Open a session and hand out its handle."""
+
+    def __init__(self, future: EngineFuture[Handle], make: MakeHandle[Handle]) -> None:
+        self._future = future
+        self._make: MakeHandle[Handle] | None = make
+
+    def run(self, core: Core) -> None:
+        """See the class."""
+        make, self._make = self._make, None
+        if make is None or not self._future.set_running_or_notify_cancel():
+            return
+        try:
+            state = core.scheduler.open()
+        except Exception as error:
+            error.__traceback__ = None  # its frames would keep the engine alive
+            self._future.refuse(error)
+            return
+        handle = _handle_of(core, state, make)
+        if handle is None:
+            self._future.refuse(EngineError("the session could not be handed out"))
+        else:
+            self._future.settle(handle)
+
+    def refuse(self, core: Core) -> None:  # noqa: ARG002  # see Command
+        """See Command."""
+        self._make = None
+        self._future.refuse(ClosedError("the runner has stopped"))
+
+
+class CloneCommand(Generic[Handle]):
+    """Clone a session up to a position (None: all that is committed) and hand out the child's handle, or None."""
+
+    def __init__(
+        self,
+        future: EngineFuture[Handle | None],
+        make: MakeHandle[Handle],
+        source: SessionState,
+        upto: int | None,
+        *,
+        is_snapshot: bool,
+    ) -> None:
+        self._future = future
+        self._make: MakeHandle[Handle] | None = make
+        self._source = source
+        self._upto = upto
+        self._is_snapshot = is_snapshot
+
+    def run(self, core: Core) -> None:
+        """See the class."""
+        make, self._make = self._make, None
+        if make is None or not self._future.set_running_or_notify_cancel():
+            return
+        upto = self._source.position if self._upto is None else self._upto
+        try:
+            state = core.scheduler.clone(self._source, upto, is_snapshot=self._is_snapshot)
+        except Exception:
+            log.exception("a clone failed")
+            state = None
+        # if the future was settled meanwhile, or dropped, the handle dies here, and its finalizer closes the session
+        self._future.settle(None if state is None else _handle_of(core, state, make))
+
+    def refuse(self, core: Core) -> None:  # noqa: ARG002  # see Command
+        """See Command."""
+        self._make = None
+        self._future.settle(None)
+
+
+def _handle_of(core: Core, state: SessionState, make: MakeHandle[Handle]) -> Handle | None:
+    """The handle; a session that cannot have one is closed at once."""
+    try:
+        return make(state)
+    except Exception:
+        log.exception("a session could not be handed out")
+        core.scheduler.close(state)
+        return None
+
+
+class RewindCommand:
+    """Rewind a session."""
+
+    def __init__(self, future: EngineFuture[int], state: SessionState, to: int) -> None:
+        self._future = future
+        self._state = state
+        self._to = to
+
+    def run(self, core: Core) -> None:
+        """See the class."""
+        if not self._future.set_running_or_notify_cancel():
+            return
+        try:
+            position = core.scheduler.rewind(self._state, self._to)
+        except Exception as error:
+            error.__traceback__ = None
+            self._future.refuse(error)
+        else:
+            self._future.settle(position)
+
+    def refuse(self, core: Core) -> None:  # noqa: ARG002  # see Command
+        """See Command."""
+        self._future.refuse(ClosedError("the runner has stopped"))
+
+
+class CloseCommand:
+    """Close a session."""
+
+    def __init__(self, state: SessionState) -> None:
+        self._state = state
+
+    def run(self, core: Core) -> None:
+        """See the class."""
+        core.scheduler.close(self._state)
+
+    def refuse(self, core: Core) -> None:
+        """See Command: everything is closed there."""
+
+
+class StartCommand:
+    """Start a generation that its session was claimed for."""
+
+    def __init__(self, state: SessionState, generation: GenerationState, sampler: TokenSampler) -> None:
+        self._state = state
+        self._generation = generation
+        self._sampler = sampler
+
+    def run(self, core: Core) -> None:
+        """See the class."""
+        core.scheduler.start(self._state, self._generation, self._sampler)
+
+    def refuse(self, core: Core) -> None:
+        """See Command."""
+        self._sampler.close()
+        if self._generation.end(Reason.SHUTDOWN):
+            core.scheduler.counts["started"] += 1
+            core.scheduler.settle(self._generation)
+
+
+class RefuseCommand:
+    """End a generation that cannot begin, on the thread that ends all others."""
+
+    def __init__(self, generation: GenerationState, error: EngineError) -> None:
+        self._generation = generation
+        self._error = error
+
+    def run(self, core: Core) -> None:
+        """See the class."""
+        core.scheduler.refuse(self._generation, self._error)
+
+    def refuse(self, core: Core) -> None:
+        """See Command."""
+        self.run(core)

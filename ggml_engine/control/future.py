@@ -1,0 +1,53 @@
+"""Futures that the engine thread settles."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, TypeVar
+
+from ggml_engine.errors import WouldBlockError
+
+T = TypeVar("T")
+
+
+class EngineFuture(Future[T]):
+    """A `concurrent.futures.Future` that can be awaited, and that refuses to wait on the thread that settles it."""
+
+    def __init__(self, is_engine_thread: Callable[[], bool]) -> None:
+        super().__init__()
+        self._is_engine_thread = is_engine_thread
+
+    def result(self, timeout: float | None = None) -> T:
+        """The value, when it is there. Raises TimeoutError, and WouldBlockError inside a callback of the engine."""
+        self._refuse_to_block()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error, when it has ended, or None; raises as `result` does."""
+        self._refuse_to_block()
+        return super().exception(timeout)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return asyncio.wrap_future(self).__await__()
+
+    def _refuse_to_block(self) -> None:
+        if not self.done() and self._is_engine_thread():
+            raise WouldBlockError("a callback cannot wait for what its own thread has to do: use add_done_callback")
+
+    def settle(self, value: T) -> bool:
+        """Set the value unless it has one, or was cancelled; whether it was set."""
+        try:
+            self.set_result(value)
+        except InvalidStateError:
+            return False
+        return True
+
+    def refuse(self, error: BaseException) -> bool:
+        """Set an error unless it is settled; whether it was set."""
+        try:
+            self.set_exception(error)
+        except InvalidStateError:
+            return False
+        return True

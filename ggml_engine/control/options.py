@@ -1,0 +1,68 @@
+"""How a runner is bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ggml_engine.control.session_state import SessionState
+from ggml_engine.errors import OptionError
+
+Victim = Callable[[Sequence[SessionState]], SessionState]
+
+
+def youngest(sessions: Sequence[SessionState]) -> SessionState:
+    """The session whose generation began last: it has least to lose."""
+    return sessions[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """Bounds of a runner.
+
+    `max_sessions` counts all that are resident: active, idle and snapshots. `reserve` "full" admits a session only
+    where the `max_session_tokens` of all fit the capacity at once, so that none can fail for space; "none" overcommits,
+    and when cells run out snapshots go first, then `victim` (given the sessions that generate, oldest generation first)
+    chooses whose generation ends with PoolFullError. Raises OptionError for what cannot be.
+    """
+
+    max_sessions: int = 1024
+    max_session_tokens: int | None = None
+    reserve: Literal["none", "full"] = "none"
+    victim: Victim = youngest
+
+    def __post_init__(self) -> None:
+        for name in ("max_sessions", "max_session_tokens"):
+            value = getattr(self, name)
+            if value is None and name == "max_session_tokens":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise OptionError(f"{name} must be a positive integer, is {value!r}")
+        if self.reserve not in ("none", "full"):
+            raise OptionError(f"reserve is none or full, asked for {self.reserve!r}")
+        if self.reserve == "full" and self.max_session_tokens is None:
+            raise OptionError("reserve 'full' needs max_session_tokens: that is what it reserves for each session")
+
+    def check(self, capacity: int) -> None:
+        """Raise OptionError for bounds that no executor of `capacity` cells can keep."""
+        if self.reserve != "full" or self.max_session_tokens is None:
+            return
+        if self.max_session_tokens > capacity or self.max_sessions > capacity:
+            raise OptionError(
+                f"reserve 'full' of max_session_tokens={self.max_session_tokens} for up to "
+                f"max_sessions={self.max_sessions} cannot fit {capacity} cells"
+            )
+
+    def refusal(self, n_sessions: int, capacity: int) -> str:
+        """Why there cannot be `n_sessions`; empty when there can."""
+        if n_sessions > self.max_sessions:
+            return f"{n_sessions} sessions were asked for, at most {self.max_sessions} may be resident (max_sessions)"
+        if self.reserve == "full" and self.max_session_tokens is not None:
+            needed = n_sessions * self.max_session_tokens
+            if needed > capacity:
+                return (
+                    f"{n_sessions} sessions of {self.max_session_tokens} tokens need {needed} cells, there are "
+                    f"{capacity} (reserve 'full')"
+                )
+        return ""

@@ -1,0 +1,85 @@
+"""`Runner`: the engine over one executor. Opens sessions, batches what they generate, and ends.
+
+The engine thread holds no handle: when the last one (the runner or one of its sessions) is gone, a finalizer stops it.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+
+from ggml_engine.control.commands import OpenCommand
+from ggml_engine.control.core import Core
+from ggml_engine.control.future import EngineFuture
+from ggml_engine.control.options import RunnerOptions
+from ggml_engine.control.session import Session
+from ggml_engine.control.text import TextModel
+from ggml_engine.errors import WouldBlockError
+from ggml_engine.executor.protocol import Executor
+
+SHUTDOWN_S = 5.0
+
+
+class Runner:
+    """The engine thread over one executor: opens sessions, batches them, and ends.
+
+    `text` is the model's tokens and text. All methods may be called from any thread. The executor is the caller's: it
+    must outlive the runner, and nobody else may use it meanwhile. Raises OptionError for options that cannot be kept.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        text: TextModel,
+        options: RunnerOptions | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._core = Core(executor, text, options or RunnerOptions(), clock)
+        self._core.start()
+        self._finalizer = weakref.finalize(self, Core.stop, self._core, SHUTDOWN_S)
+
+    def open_session(self, timeout: float | None = None) -> Session:
+        """A new, empty session. Raises SessionLimitError, ClosedError, WouldBlockError in a callback."""
+        if self._core.is_engine_thread():
+            raise WouldBlockError("open_session waits for the thread that this callback runs on: open_session_async")
+        return self.open_session_async().result(timeout)
+
+    def open_session_async(self) -> EngineFuture[Session]:
+        """A future of a new, empty session; it fails with what `open_session` raises."""
+        future: EngineFuture[Session] = EngineFuture(self._core.is_engine_thread)
+        self._core.submit(OpenCommand(future, partial(Session, self, self._core)))
+        return future
+
+    def stats(self) -> dict[str, int]:
+        """Counts since the start: generations by how they ended, steps, tokens; sessions now."""
+        scheduler = self._core.scheduler
+        return {**scheduler.counts, "sessions": len(scheduler.sessions), "running": len(scheduler.running)}
+
+    @property
+    def executor(self) -> Executor:
+        """What computes."""
+        return self._core.scheduler.executor
+
+    @property
+    def text(self) -> TextModel:
+        """The model's tokens and text."""
+        return self._core.scheduler.text
+
+    def shutdown(self, timeout: float = SHUTDOWN_S) -> bool:
+        """End every generation and close every session; every future is settled when this returns.
+
+        False when the executor did not return within `timeout` seconds: then its thread is left behind. Idempotent.
+        """
+        return self._core.stop(timeout)
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()

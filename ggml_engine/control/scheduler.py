@@ -1,0 +1,524 @@
+"""`Scheduler`: sessions, their generations, and one step after the other.
+
+Pure: no thread, no randomness, and a clock that is given. The runner's thread drives it; so can a simulator. Every
+method is the engine thread's but `cancel`, which any thread may call. Errors of a step end the generations that they
+concern and never leave `step`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ggml_engine.control.generation import Generation, GenerationState, Reason, failure
+from ggml_engine.control.options import RunnerOptions
+from ggml_engine.control.session_state import SessionState, SessionStatus
+from ggml_engine.control.step_plan import StepCost, Want, plan_step
+from ggml_engine.control.text import TextModel, TokenSampler
+from ggml_engine.control.work import Work
+from ggml_engine.errors import (
+    AbortedError,
+    ContextLengthError,
+    EngineError,
+    ExecutorError,
+    InputError,
+    PoisonedError,
+    PoolFullError,
+    PositionError,
+    SessionBusyError,
+    SessionError,
+    SessionLimitError,
+)
+from ggml_engine.executor.batch import Batch
+from ggml_engine.executor.prepared import PreparedInput, PreparedSlice
+from ggml_engine.executor.protocol import Executor
+
+log = logging.getLogger("ggml_engine.control")
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A generation that has begun, or waits for room."""
+
+    session: SessionState
+    work: Work
+    first: int = 0  # the session's position before it
+    is_admitted: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """The rows of one generation in a step."""
+
+    running: _Running
+    n: int
+    tokens: npt.NDArray[np.int32]
+    n_outputs: int
+    is_prefill: bool
+
+
+class Scheduler:
+    """The state machine of the control plane over one executor."""
+
+    def __init__(self, executor: Executor, text: TextModel, options: RunnerOptions, clock: Callable[[], float]) -> None:
+        options.check(executor.capacity)
+        self.executor = executor
+        self.text = text
+        self.options = options
+        self.cost = StepCost()
+        self.counts = dict.fromkeys(
+            ("started", "finished", "cancelled", "failed", "shutdown", "steps", "prefill_tokens", "decode_tokens"), 0
+        )
+        self._clock = clock
+        self._sessions: dict[int, SessionState] = {}
+        self._running: list[_Running] = []
+        self._next_number = 0
+        self._n_turns = 0
+        self._n_uses = 0
+        self._in_forward: dict[GenerationState, bool] = {}  # whether its rows are a prefill
+        self._abort_lock = threading.RLock()  # a finalizer may come while its own thread holds it
+        self._aborts_all = False
+
+    # ---- sessions
+
+    @property
+    def sessions(self) -> tuple[SessionState, ...]:
+        """All that are resident."""
+        return tuple(self._sessions.values())
+
+    @property
+    def running(self) -> tuple[SessionState, ...]:
+        """Those whose generation has not ended."""
+        return tuple(running.session for running in self._running)
+
+    def open(self) -> SessionState:
+        """A new, empty session. Raises SessionLimitError."""
+        self._admit_session()
+        return self._register(self.executor.open(), [])
+
+    def _admit_session(self) -> None:
+        reason = self.options.refusal(len(self._sessions) + 1, self.executor.capacity)
+        if reason:
+            raise SessionLimitError(reason)
+
+    def _register(self, sequence: int, tokens: list[int], *, is_snapshot: bool = False) -> SessionState:
+        state = SessionState(self._next_number, sequence, tokens, is_snapshot=is_snapshot)
+        self._next_number += 1
+        self._sessions[state.number] = state
+        self._touch(state)
+        return state
+
+    def _touch(self, state: SessionState) -> None:
+        self._n_uses += 1
+        state.last_use = self._n_uses
+
+    def close(self, state: SessionState) -> None:
+        """Close a session; a generation in it is cancelled. Idempotent."""
+        if self._sessions.pop(state.number, None) is None:
+            return
+        for running in [each for each in self._running if each.session is state]:
+            self._end(running, Reason.CANCELLED)
+        if state.status is not SessionStatus.EVICTED:
+            self.executor.close(state.sequence)
+        state.status = SessionStatus.CLOSED
+
+    def clone(self, source: SessionState, upto: int, *, is_snapshot: bool = False) -> SessionState | None:
+        """A session of the first `upto` committed positions of `source`, or None where that cannot be had."""
+        if source.number not in self._sessions or source.status is not SessionStatus.OPEN:
+            return None
+        if not 0 <= upto <= source.position or self.options.refusal(len(self._sessions) + 1, self.executor.capacity):
+            return None
+        sequence = self.executor.clone(source.sequence, upto)
+        if sequence is None:
+            return None
+        try:
+            is_exact = self.executor.length(sequence) == upto
+        except BaseException:
+            self.executor.close(sequence)
+            raise
+        if not is_exact:
+            self.executor.close(sequence)
+            return None
+        self._touch(source)
+        return self._register(sequence, source.tokens[:upto], is_snapshot=is_snapshot)
+
+    def rewind(self, state: SessionState, to: int) -> int:
+        """Drop what a session holds from position `to` on, its pending token too; the new position.
+
+        Raises SessionError (poisoned, busy, closed) and PositionError, with nothing changed.
+        """
+        if state.status is SessionStatus.POISONED:
+            raise PoisonedError(state.refusal())
+        if state.number not in self._sessions or state.status is not SessionStatus.OPEN:
+            raise SessionError(state.refusal() or "the session was closed")
+        if any(running.session is state for running in self._running):
+            raise SessionBusyError("a session cannot be rewound while it generates: cancel the generation first")
+        if not 0 <= to <= state.position:
+            raise PositionError(f"cannot rewind to {to}: the session is at position {state.position}")
+        self.executor.rewind(state.sequence, to)
+        del state.tokens[to:]
+        state.pending = None
+        return to
+
+    # ---- generations
+
+    def start(self, state: SessionState, generation: GenerationState, sampler: TokenSampler) -> None:
+        """Queue a generation that the session was claimed for. What it cannot be ends it as failed."""
+        try:
+            work = Work(generation, sampler, self.text)
+        except Exception as error:
+            sampler.close()
+            self.refuse(generation, failure(error))
+            return
+        self.counts["started"] += 1
+        running = _Running(state, work, state.position)
+        self._running.append(running)
+        if generation.cancel_requested or state.close_requested:
+            self._end(running, Reason.CANCELLED)
+            return
+        try:
+            self._begin(running)
+        except Exception as error:
+            self._fail(running, error)
+
+    def _begin(self, running: _Running) -> None:
+        state, request = running.session, running.work.request
+        if state.number not in self._sessions or state.status is not SessionStatus.OPEN:
+            kind = PoisonedError if state.status is SessionStatus.POISONED else SessionError
+            raise kind(state.refusal() or "the session was closed")
+        max_tokens = request.max_tokens
+        if max_tokens is not None and max_tokens < 1:
+            raise InputError(f"max_tokens must be positive, is {max_tokens}")
+        if isinstance(request.delta, PreparedInput):
+            self._check_prepared(request.delta)
+            self._begin_delta(running, request.delta, request.delta.size())
+        elif not request.delta.size:
+            raise InputError("there is nothing to generate from: no tokens were given")
+        elif request.is_whole:
+            self._begin_whole(running, request.delta)
+        else:
+            self._begin_delta(running, request.delta, int(request.delta.size))
+        self._touch(state)
+
+    def _check_prepared(self, prepared: PreparedInput) -> None:
+        n = prepared.size()
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise InputError(f"a prepared input needs at least one position, this one has {n!r}")
+        if not self.executor.accepts(prepared):
+            raise InputError(f"this executor does not take {prepared.kind!r} inputs, or not this one with its model")
+
+    def _begin_delta(self, running: _Running, delta: npt.NDArray[np.int32] | PreparedInput, n: int) -> None:
+        state = running.session
+        lead = [] if state.pending is None else [state.pending]
+        self._check_room(state.position + len(lead) + n)
+        running.work.begin(state.tokens, lead, delta, self._clock())
+        state.pending = None
+
+    def _begin_whole(self, running: _Running, tokens: npt.NDArray[np.int32]) -> None:
+        state = running.session
+        self._check_room(int(tokens.size))
+        kept = min(common_prefix(state.tokens, tokens.tolist()), int(tokens.size) - 1)
+        if kept < state.position:
+            self.executor.rewind(state.sequence, kept)
+            del state.tokens[kept:]
+        state.pending = None
+        running.first = kept
+        running.work.begin(state.tokens, [], tokens[kept:], self._clock())
+
+    def _check_room(self, n_positions: int) -> None:
+        limit = self.session_limit
+        if n_positions > limit:
+            raise ContextLengthError(n_positions, limit)
+
+    @property
+    def session_limit(self) -> int:
+        """The most positions that a session can hold."""
+        most = self.options.max_session_tokens
+        return self.executor.capacity if most is None else min(most, self.executor.capacity)
+
+    def cancel(self, generation: GenerationState) -> None:
+        """Make a cancelled generation's long forward end soon. Any thread."""
+        with self._abort_lock:
+            if self._in_forward.get(generation):
+                self.executor.abort()
+
+    def abort(self) -> None:
+        """Let the running forward, and any later one, end soon: the runner stops. Any thread."""
+        with self._abort_lock:
+            self._aborts_all = True
+            self.executor.abort()
+
+    def _end(self, running: _Running, reason: Reason, error: BaseException | None = None) -> None:
+        """Take a generation off; every end of one that was started comes through here."""
+        with suppress(ValueError):
+            self._running.remove(running)
+        work, generation = running.work, running.work.state
+        if reason is Reason.CANCELLED and (rest := work.rest()):
+            generation.publish_text(rest)
+        if work.next_token is not None:
+            running.session.pending = work.next_token
+        work.finish(reason, error)
+        self.settle(generation)
+
+    def settle(self, generation: GenerationState) -> None:
+        """Count an ended generation and tell `on_settled`, once."""
+        if not generation.mark_settled():
+            return
+        reason = generation.reason
+        counted = reason.value if reason in {Reason.CANCELLED, Reason.FAILED, Reason.SHUTDOWN} else "finished"
+        self.counts[counted] += 1
+        if generation.request.on_settled is not None:
+            try:
+                generation.request.on_settled(Generation(generation, cancels_when_dropped=False))
+            except Exception:
+                log.exception("an on_settled callback raised")
+
+    def _fail(self, running: _Running, error: BaseException) -> None:
+        self._end(running, Reason.FAILED, failure(error))
+
+    def refuse(self, generation: GenerationState, error: EngineError) -> None:
+        """End a generation that never began."""
+        self.counts["started"] += 1
+        generation.end(Reason.FAILED, error)
+        self.settle(generation)
+
+    def settle_all(self) -> None:
+        """End every generation as shut down, and close every session."""
+        for running in list(self._running):
+            self._end(running, Reason.SHUTDOWN)
+        for state in self.sessions:
+            with suppress(Exception):  # an executor that broke must not keep the others open
+                self.close(state)
+
+    # ---- a step
+
+    def step(self) -> bool:
+        """One forward, if there is something to compute. Whether there was."""
+        self._reap()
+        self._admit()
+        parts = self._plan()
+        while parts:
+            try:
+                self._forward(parts)
+            except PoolFullError as error:
+                parts = self._make_room(parts, error)
+            else:
+                break
+        return bool(parts) or bool(self._running)
+
+    def _reap(self) -> None:
+        for running in list(self._running):
+            if running.work.state.cancel_requested or running.session.close_requested:
+                self._end(running, Reason.CANCELLED)
+            elif running.work.is_decode and running.session.position >= self.session_limit:
+                self._end(running, Reason.LENGTH)
+
+    def _admit(self) -> None:
+        """Let prefills begin whose prompts fit beside those that have begun, in the order in which they came."""
+        room = self.executor.free_cells
+        for running in self._running:
+            if running.is_admitted and not running.work.is_decode:
+                room -= running.work.n_wanted
+        for running in self._running:
+            if running.is_admitted:
+                continue
+            needed = running.work.n_wanted
+            while needed > room and self._evict_snapshot():
+                room = self._room_beside_prefills()
+            if needed > room and any(each.is_admitted for each in self._running):
+                return  # it waits: what runs may free cells
+            running.is_admitted = True
+            room -= needed
+
+    def _room_beside_prefills(self) -> int:
+        claimed = sum(each.work.n_wanted for each in self._running if each.is_admitted and not each.work.is_decode)
+        return self.executor.free_cells - claimed
+
+    def _plan(self) -> list[_Part]:
+        ready = [running for running in self._running if running.is_admitted]
+        n_vocab = self.executor.n_vocab
+        wants = [Want(each.work.n_wanted, each.work.limit(n_vocab), each.work.is_decode) for each in ready]
+        self._n_turns += 1
+        taken = plan_step(wants, self.executor.max_batch_tokens, self.cost.prefill_budget(), self._n_turns)
+        parts = []
+        for running, n in zip(ready, taken, strict=True):
+            if n:
+                work = running.work
+                outputs = int(np.count_nonzero(work.outputs(n)))
+                parts.append(_Part(running, n, work.tokens(n), outputs, not work.is_decode))
+        return parts
+
+    def _forward(self, parts: list[_Part]) -> None:
+        """One forward of `parts`. Raises PoolFullError, with nothing changed."""
+        for part in list(parts):
+            try:
+                part.running.work.prepared(part.n)
+            except Exception as error:
+                parts.remove(part)
+                self._fail(part.running, error)
+        if not parts:
+            return
+        batch = _batch(parts)
+        begun_at = self._clock()
+        with self._abort_lock:
+            if not self._aborts_all:
+                self.executor.clear_abort()
+            self._in_forward = {part.running.work.state: part.is_prefill for part in parts}
+        try:
+            logits = _checked(self.executor.forward(batch), batch.n_outputs, self.executor.n_vocab)
+        except PoolFullError:
+            raise
+        except AbortedError:
+            self._undo(parts)
+            return
+        except Exception as error:
+            log.exception("a forward of %d tokens failed", batch.n_tokens)
+            self._fail_all(parts, error)
+            return
+        finally:
+            with self._abort_lock:
+                self._in_forward = {}
+        now = self._clock()
+        self._count(parts, now - begun_at)
+        for part in parts:
+            part.running.session.tokens.extend(part.tokens.tolist())
+            self._touch(part.running.session)
+        row = 0
+        for part in parts:
+            self._advance(part, logits[row : row + part.n_outputs], now)
+            row += part.n_outputs
+
+    def _advance(self, part: _Part, rows: npt.NDArray[np.float32], now: float) -> None:
+        running = part.running
+        if running not in self._running:
+            return
+        try:
+            reason = running.work.advance(part.n, part.tokens, rows, now)
+        except Exception as error:
+            self._fail(running, error)
+        else:
+            if reason is not None:
+                self._end(running, reason)
+
+    def _count(self, parts: list[_Part], seconds: float) -> None:
+        n_prefill = sum(part.n for part in parts if part.is_prefill)
+        n_decode = sum(part.n for part in parts if not part.is_prefill)
+        self.counts["steps"] += 1
+        self.counts["prefill_tokens"] += n_prefill
+        self.counts["decode_tokens"] += n_decode
+        self.cost.note(n_decode, n_prefill, seconds)
+
+    # ---- what goes wrong
+
+    def _undo(self, parts: list[_Part]) -> None:
+        """After an abort: nobody's fault but the cancelled one's; the others' rows are run again."""
+        for part in parts:
+            if not self._rewound(part.running.session):
+                self._poison(part.running, ExecutorError("a step that was aborted could not be undone"))
+        self._reap()
+
+    def _rewound(self, state: SessionState) -> bool:
+        try:
+            self.executor.rewind(state.sequence, state.position)
+        except Exception:
+            log.exception("an executor could not rewind")
+            return False
+        return True
+
+    def _fail_all(self, parts: list[_Part], error: Exception) -> None:
+        for part in parts:
+            running = part.running
+            if running.work.state.cancel_requested or running.session.close_requested:
+                # it was to end anyway, and the caller must not be told of a failure
+                if self._rewound(running.session):
+                    self._end(running, Reason.CANCELLED)
+                else:
+                    self._poison(running, error, Reason.CANCELLED)
+            else:
+                self._poison(running, error)
+
+    def _poison(self, running: _Running, error: Exception, reason: Reason = Reason.FAILED) -> None:
+        running.session.status = SessionStatus.POISONED
+        running.session.trouble = f"{type(error).__name__}: {error}"
+        self._end(running, reason, failure(error) if reason is Reason.FAILED else None)
+
+    # ---- room
+
+    def _make_room(self, parts: list[_Part], error: PoolFullError) -> list[_Part]:
+        """What to try after a step that found too few cells: snapshots go first, then prefills wait, then a victim."""
+        if self._evict_snapshot():
+            return parts
+        decodes = [part for part in parts if not part.is_prefill]
+        if decodes and len(decodes) < len(parts):
+            return decodes
+        if len(parts) > 1 and not decodes:
+            return parts[:1]
+        victim = self.options.victim([running.session for running in self._running if running.is_admitted])
+        running = next(each for each in self._running if each.session is victim)
+        self._give_up(running, error)
+        return [part for part in parts if part.running in self._running]
+
+    def _give_up(self, running: _Running, error: PoolFullError) -> None:
+        """End a generation for lack of cells; its session goes back to where it was before."""
+        state = running.session
+        running.work.next_token = None
+        to = min(running.first, state.position)
+        try:
+            self.executor.rewind(state.sequence, to)
+        except Exception as trouble:
+            self._poison(running, trouble)
+            return
+        del state.tokens[to:]
+        self._end(running, Reason.FAILED, PoolFullError(error.needed, error.free, error.capacity))
+
+    def _evict_snapshot(self) -> bool:
+        """Give up the cells of the snapshot that was used longest ago; whether there was one."""
+        snapshots = [state for state in self._sessions.values() if state.is_snapshot and state.active is None]
+        if not snapshots:
+            return False
+        oldest = min(snapshots, key=lambda state: state.last_use)
+        self._sessions.pop(oldest.number)
+        self.executor.close(oldest.sequence)
+        oldest.status = SessionStatus.EVICTED
+        oldest.trouble = "others needed its cells"
+        return True
+
+
+def _batch(parts: Iterable[_Part]) -> Batch:
+    tokens, sequences, outputs, prepared = [], [], [], []
+    row = 0
+    for part in parts:
+        work = part.running.work
+        tokens.append(np.maximum(part.tokens, 0))
+        sequences.append(np.full(part.n, part.running.session.sequence, np.int64))
+        outputs.append(work.outputs(part.n))
+        if (found := work.prepared(part.n)) is not None:
+            prepared.append(PreparedSlice(*found, row))
+        row += part.n
+    extra: dict[str, Any] = {"prepared": tuple(prepared)} if prepared else {}
+    return Batch(np.concatenate(tokens), np.concatenate(sequences), np.concatenate(outputs), **extra)
+
+
+def _checked(logits: object, n_outputs: int, n_vocab: int) -> npt.NDArray[np.float32]:
+    shape = getattr(logits, "shape", None)
+    if not isinstance(logits, np.ndarray) or shape != (n_outputs, n_vocab):
+        raise ExecutorError(
+            f"an executor returned {'rows of shape ' + repr(shape) if shape else repr(type(logits).__name__)}, "
+            f"asked for were {n_outputs} rows of {n_vocab}"
+        )
+    return logits
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """How many tokens two histories begin with in common; an opaque position is like no token."""
+    for n, (left, right) in enumerate(zip(a, b, strict=False)):
+        if left != right:
+            return n
+    return min(len(a), len(b))
