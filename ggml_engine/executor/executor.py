@@ -16,11 +16,20 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ggml_engine.errors import ClosedError, InputError, OptionError, UnknownSequenceError
+from ggml_engine.errors import (
+    CacheError,
+    ClosedError,
+    InputError,
+    OptionError,
+    PositionError,
+    UnknownSequenceError,
+)
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.graph_cache import GraphCache, ReadyGraph
 from ggml_engine.executor.inputs import GraphInputs, GraphKey, check_tokens
+from ggml_engine.executor.prepared import EmbeddingInput, PreparedInput
 from ggml_engine.executor.protocol import Executor
+from ggml_engine.ggml.abort import AbortFlag
 from ggml_engine.ggml.backends import Graph, get_data
 from ggml_engine.ggml.ops import GraphBuilder
 from ggml_engine.models.attention import AttentionForm
@@ -131,6 +140,7 @@ class GgmlExecutor(Executor):
         self.graphs = GraphCache(self._build, self.options.max_graphs, self.options.max_graph_bytes)
         self.n_forwarded = 0
         self.n_rows_read = 0
+        self._abort = AbortFlag(model.libraries)
         self._turn = threading.Lock()
         self._to_close: deque[int] = deque()
         self._closed = False
@@ -183,10 +193,18 @@ class GgmlExecutor(Executor):
         """Drop a sequence before the next call; takes no turn, so that a finalizer may call it."""
         self._to_close.append(sequence)
 
-    def clone(self, source: int, upto: int) -> int:
-        """A new sequence that shares the first `upto` positions of `source`; nothing is copied."""
+    def clone(self, source: int, upto: int) -> int | None:
+        """A new sequence that shares the first `upto` positions of `source`; nothing is copied.
+
+        None where the cache has no room for it, or no clones. Raises UnknownSequenceError and PositionError.
+        """
         with self._turn_of_caller():
-            return self.cache.clone(source, upto)
+            try:
+                return self.cache.clone(source, upto)
+            except (UnknownSequenceError, PositionError):
+                raise
+            except CacheError:
+                return None
 
     def rewind(self, sequence: int, to: int) -> None:
         """Drop what a sequence holds from position `to` on."""
@@ -200,12 +218,32 @@ class GgmlExecutor(Executor):
 
     # ---- steps
 
+    def accepts(self, prepared: PreparedInput) -> bool:
+        """Whether it is embeddings of this model's width, made for this model or for any."""
+        return (
+            prepared.kind is EmbeddingInput.kind
+            and isinstance(prepared, EmbeddingInput)
+            and prepared.rows.shape == (prepared.size(), self.model.hp.n_embd)
+            and prepared.fingerprint in ("", self.model.fingerprint)
+        )
+
+    def abort(self) -> None:
+        """Let the running forward end soon with AbortedError, and those that begin before `clear_abort`.
+
+        Takes no turn. Stops between two nodes that the CPU computes, and nothing on devices that do not ask.
+        """
+        self._abort.set()
+
+    def clear_abort(self) -> None:
+        """Let forwards run again."""
+        self._abort.clear()
+
     def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Compute one step: logits f32 [outputs, n_vocab], in batch order.
 
-        Raises InputError for unusable tokens and the kinds of CacheError for a step that cannot be, with nothing
-        changed; ComputeError leaves the step's cells claimed until its sequences are rewound or closed. ClosedError
-        after `close_all`.
+        Raises InputError for unusable tokens and prepared inputs, and the kinds of CacheError for a step that cannot
+        be, with nothing changed; ComputeError, and AbortedError after `abort`, leave the step's cells claimed until its
+        sequences are rewound or closed. ClosedError after `close_all`.
         """
         with self._turn_of_caller():
             return self._forward(batch)
@@ -231,6 +269,10 @@ class GgmlExecutor(Executor):
             limit = self.options.max_batch_tokens
             raise InputError(f"a step has 1 to {limit} tokens (max_batch_tokens), this one has {batch.n_tokens}")
         check_tokens(batch.tokens, self.model.hp.n_vocab)
+        for piece in batch.prepared:
+            if not self.accepts(piece.source) or piece.stop > piece.source.size():
+                width = self.model.hp.n_embd
+                raise InputError(f"{piece.source.kind} that are not rows of {width} numbers made for this model")
 
     def _read(self, ready: ReadyGraph, n_outputs: int) -> npt.NDArray[np.float32]:
         logits = np.empty((n_outputs, self.model.hp.n_vocab), np.float32)
@@ -245,7 +287,7 @@ class GgmlExecutor(Executor):
         b = GraphBuilder(self.model.libraries, max_tensors, len(self.model.weights) + 2 * hp.n_layer)
         try:
             join = self.options.deterministic or self.form is AttentionForm.FLASH
-            inputs = GraphInputs(b, key, self.cache, hp.n_vocab, join=join)
+            inputs = GraphInputs(b, key, self.cache, hp.n_vocab, hp.n_embd, join=join)
             g = ModelGraph(
                 b,
                 hp,
@@ -256,12 +298,13 @@ class GgmlExecutor(Executor):
                 key.n_outputs,
                 inputs,
                 self.form,
+                inputs.prepared,
             )
             logits = self.model.architecture.graph(g)
             if logits is not None:
                 b.output(logits, "result_logits")
             name = f"{hp.architecture} graph of {key.n_tokens} tokens over rows {key.reads}"
-            return ReadyGraph(Graph(b, self.model.backends, name), inputs, logits)
+            return ReadyGraph(Graph(b, self.model.backends, name, self._abort), inputs, logits)
         except BaseException:
             b.free()
             raise

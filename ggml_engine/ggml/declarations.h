@@ -117,6 +117,7 @@ struct ggml_tensor * ggml_new_tensor(struct ggml_context * ctx, enum ggml_type t
 struct ggml_tensor * ggml_set_name(struct ggml_tensor * tensor, const char * name);
 void ggml_set_input(struct ggml_tensor * tensor);
 void ggml_set_output(struct ggml_tensor * tensor);
+bool ggml_is_empty(const struct ggml_tensor * tensor);
 
 struct ggml_tensor * ggml_add(struct ggml_context * ctx, struct ggml_tensor * a, struct ggml_tensor * b);
 struct ggml_tensor * ggml_mul(struct ggml_context * ctx, struct ggml_tensor * a, struct ggml_tensor * b);
