@@ -209,9 +209,7 @@ class Engine:
             if self._closed:
                 return
             if self._runner is not None and not self._runner.shutdown():
-                raise EngineError(
-                    "nothing was freed: the engine's thread is busy, with this callback or a long step"
-                )
+                raise EngineError("nothing was freed: the engine's thread is busy, with this callback or a long step")
             self._closed = True
             self.executor.close_all()
             self.model.free()

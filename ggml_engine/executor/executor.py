@@ -30,7 +30,7 @@ from ggml_engine.executor.inputs import GraphInputs, GraphKey, check_tokens
 from ggml_engine.executor.prepared import EmbeddingInput, PreparedInput
 from ggml_engine.executor.protocol import Executor
 from ggml_engine.ggml.abort import AbortFlag
-from ggml_engine.ggml.backends import Graph, get_data
+from ggml_engine.ggml.backends import Graph, get_data, host_view
 from ggml_engine.ggml.ops import GraphBuilder
 from ggml_engine.models.attention import AttentionForm
 from ggml_engine.models.blocks import ModelGraph
@@ -41,6 +41,7 @@ from ggml_engine.pool.registry import CacheConfig, build_cache
 _NODES_PER_LAYER = 48  # an upper bound for every architecture here; a graph that needs more is refused, not cut
 _NODES_PER_PIECE = 8  # views, products and sums for every span that is read
 _NODES_BESIDE = 64
+_MAX_LOCKED_BYTES = 8 << 20  # a copy of at most a millisecond, during which Python's lock is kept
 
 # Rows that deterministic steps are a multiple of: kernels work on up to 8 rows at once, and on what is left over by
 # other code, which rounds differently.
@@ -277,7 +278,12 @@ class GgmlExecutor(Executor):
     def _read(self, ready: ReadyGraph, n_outputs: int) -> npt.NDArray[np.float32]:
         logits = np.empty((n_outputs, self.model.hp.n_vocab), np.float32)
         if ready.logits is not None:
-            get_data(self.model.libraries, ready.logits, logits)  # the first rows; padding comes last
+            # the first rows; padding comes last
+            view = host_view(self.model.libraries, ready.logits) if logits.nbytes <= _MAX_LOCKED_BYTES else None
+            if view is None:
+                get_data(self.model.libraries, ready.logits, logits)
+            else:
+                logits.data.cast("B")[:] = view[: logits.nbytes]
         return logits
 
     def _build(self, key: GraphKey) -> ReadyGraph:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ggml_engine.errors import InputError
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.prepared import EmbeddingInput
-from ggml_engine.ggml.backends import has_data, set_data
+from ggml_engine.ggml.backends import has_data, host_view, set_data
 from ggml_engine.ggml.ops import GraphBuilder, Tensor
 from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.attention import KvRows
@@ -100,6 +100,7 @@ class GraphInputs:
         if cache.pool.format.v_layout == "columns":
             for width in sorted({layer.n_embd_v for layer in cache.pool.layers}):
                 self._v_rows[width] = b.input(f"inp_v_rows_{width}", TensorType.I64, n * width)
+        self._views: dict[Any, memoryview | None] = {}
         self._masks = []
         self._mask_data: list[npt.NDArray[np.float16]] = []
         single = join or n > _MAX_COMB_TOKENS
@@ -179,7 +180,13 @@ class GraphInputs:
         self._set(prepared.rows, rows[ids])
 
     def _set(self, tensor: Tensor, values: npt.NDArray[Any]) -> None:
-        set_data(self._b.libraries, tensor, values)
+        if tensor.ptr not in self._views:  # the graph has its memory from its first run on
+            self._views[tensor.ptr] = host_view(self._b.libraries, tensor)
+        view = self._views[tensor.ptr]
+        if view is not None and values.nbytes == len(view) and values.flags.c_contiguous:
+            view[:] = values.data.cast("B")
+        else:
+            set_data(self._b.libraries, tensor, values)
 
 
 def check_tokens(tokens: npt.NDArray[np.int32], n_vocab: int) -> None:

@@ -319,6 +319,20 @@ def set_data(libraries: Libraries, tensor: Tensor, data: npt.NDArray[Any] | memo
         libraries.base.ggml_backend_tensor_set(tensor.ptr, ffi.from_buffer(data), offset, n_bytes)
 
 
+def host_view(libraries: Libraries, tensor: Tensor) -> memoryview | None:
+    """A contiguous tensor's own bytes, writable, where Python can reach them; None where they lie on a device.
+
+    Reading and writing through it keeps Python's lock, which a native call gives away and then has to wait for. It is
+    valid as long as the tensor's memory, which it does not keep.
+    """
+    if not has_data(tensor) or not tensor.is_contiguous:
+        return None
+    source = tensor.ptr if tensor.ptr.view_src == ffi.NULL else tensor.ptr.view_src
+    if not libraries.base.ggml_backend_buffer_is_host(source.buffer):
+        return None
+    return memoryview(ffi.buffer(tensor.ptr.data, tensor.span_bytes))
+
+
 def set_row_ids(libraries: Libraries, tensor: Tensor, ids: npt.NDArray[np.integer[Any]], n_rows: int) -> None:
     """Fill the ids (i32 or i64) of a `get_rows` or `set_rows` over `n_rows` rows; ggml dies of one out of range."""
     if tensor.type not in _ID_TYPES:
@@ -428,5 +442,5 @@ class Graph:
 __all__ = [
     "MAX_THREADS", "Backend", "Buffer", "Device", "Graph", "TensorContext", "allocate_tensors", "allocation_bytes",
     "buffer_type_name", "choose_device", "cpu_device", "default_threads", "devices", "extra_buffer_types",
-    "get_array", "get_data", "has_data", "is_host_aligned", "set_data", "set_row_ids", "supports_op",
+    "get_array", "get_data", "has_data", "host_view", "is_host_aligned", "set_data", "set_row_ids", "supports_op",
 ]  # fmt: skip
