@@ -1,7 +1,7 @@
 """`GgmlExecutor`: turns a batch into logits.
 
-Owns the cell cache, the graphs and the order of a step: declare, place, grow, fill, compute, commit. Everything that
-touches ggml runs on the caller's thread; callers on several threads take turns. Knows no sampling and no text.
+Owns the cell cache, the graphs and the order of a step: declare, move, place, grow, fill, compute, commit. Everything
+that touches ggml runs on the caller's thread; callers on several threads take turns. Knows no sampling and no text.
 """
 
 from __future__ import annotations
