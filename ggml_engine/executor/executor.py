@@ -1,7 +1,7 @@
 """`GgmlExecutor`: turns a batch into logits.
 
-Owns the cell cache, the graphs and the order of a step: declare, place, grow, fill, compute, commit. Everything that
-touches ggml runs on the caller's thread; callers on several threads take turns. Knows no sampling and no text.
+Owns the cell cache, the graphs and the order of a step: declare, move, place, grow, fill, compute, commit. Everything
+that touches ggml runs on the caller's thread; callers on several threads take turns. Knows no sampling and no text.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ggml_engine.errors import (
     UnknownSequenceError,
 )
 from ggml_engine.executor.batch import Batch
+from ggml_engine.executor.compaction import Compaction
 from ggml_engine.executor.graph_cache import GraphCache, ReadyGraph
 from ggml_engine.executor.inputs import GraphInputs, GraphKey, check_tokens
 from ggml_engine.executor.prepared import EmbeddingInput, PreparedInput
@@ -59,7 +60,8 @@ class ExecutorOptions:
     `capacity` is in cells. `attention` "auto" takes what is fast on the device: on a CPU the matmul form over V in
     columns, elsewhere flash attention over V in rows. `max_graph_bytes` bounds the working memory kept beside the
     newest graph's. `deterministic` makes a sequence's logits independent of what runs beside it, of how its tokens were
-    cut into steps, and of where its cells lie: bit for bit, at some cost in speed (docs/determinism.md).
+    cut into steps, and of where its cells lie: bit for bit, at some cost in speed (docs/determinism.md). `compact`
+    moves the cells that a sequence does not share together, once reading it in pieces has cost as much as that.
     """
 
     capacity: int = 4096
@@ -74,6 +76,7 @@ class ExecutorOptions:
     max_graph_bytes: int = 256 << 20
     run: int = 64
     read_block: int = 256
+    compact: bool = True
 
     def __post_init__(self) -> None:
         if self.attention not in ("auto", "flash", "matmul"):
@@ -90,6 +93,8 @@ class ExecutorOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionError(f"{name} must be a positive integer, is {value!r}")
+        if not isinstance(self.compact, bool):
+            raise OptionError(f"compact is True or False, is {self.compact!r}")
         if self.deterministic and (self.run % DETERMINISTIC_GRAIN or self.read_block % DETERMINISTIC_GRAIN):
             raise OptionError(
                 f"deterministic mode needs run and read_block in multiples of {DETERMINISTIC_GRAIN}, "
@@ -138,6 +143,8 @@ class GgmlExecutor(Executor):
             ),
         )
         self._row_tile = DETERMINISTIC_ROW_TILE if self.options.deterministic else 1
+        self._join = self.options.deterministic or self.form is AttentionForm.FLASH
+        self._compaction = Compaction(self.cache, model.backends, self._make_room, join=self._join)
         self.graphs = GraphCache(self._build, self.options.max_graphs, self.options.max_graph_bytes)
         self.n_forwarded = 0
         self.n_rows_read = 0
@@ -177,7 +184,7 @@ class GgmlExecutor(Executor):
                 raise ClosedError("the executor was closed")
             while self._to_close:
                 with suppress(UnknownSequenceError):  # closed by hand, then by its finalizer
-                    self.cache.close(self._to_close.popleft())
+                    self._close(self._to_close.popleft())
             yield
 
     def open(self) -> int:
@@ -188,7 +195,11 @@ class GgmlExecutor(Executor):
     def close(self, sequence: int) -> None:
         """Drop a sequence; cells that nobody else owns are free again."""
         with self._turn_of_caller():
-            self.cache.close(sequence)
+            self._close(sequence)
+
+    def _close(self, sequence: int) -> None:
+        self.cache.close(sequence)
+        self._compaction.forget(sequence)
 
     def close_later(self, sequence: int) -> None:
         """Drop a sequence before the next call; takes no turn, so that a finalizer may call it."""
@@ -211,6 +222,7 @@ class GgmlExecutor(Executor):
         """Drop what a sequence holds from position `to` on."""
         with self._turn_of_caller():
             self.cache.rewind(sequence, to)
+            self._compaction.forget(sequence)
 
     def length(self, sequence: int) -> int:
         """Committed positions of a sequence."""
@@ -252,10 +264,11 @@ class GgmlExecutor(Executor):
     def _forward(self, batch: Batch) -> npt.NDArray[np.float32]:
         self._check(batch)
         step = self.cache.declare(batch.sequences)
-        placement = step.place(step.positions if batch.positions is None else batch.positions)
-        if self.cache.pool.must_grow(placement.extent):
-            self.graphs.clear()
-            self.cache.pool.grow(placement.extent)
+        positions = step.positions if batch.positions is None else batch.positions
+        if self.options.compact and np.array_equal(positions, step.positions):  # a step that is refused changes nothing
+            self._compaction.before(step)
+        placement = step.place(positions)
+        self._make_room(placement.extent)
         ready = self.graphs.get(GraphKey.of(batch, placement, self._row_tile))
         ready.inputs.fill(batch, placement)
         ready.graph.compute()
@@ -263,7 +276,14 @@ class GgmlExecutor(Executor):
         placement.commit()
         self.n_forwarded += batch.n_tokens
         self.n_rows_read += sum(placement.rows_read)
+        if self.options.compact:
+            self._compaction.note(placement)
         return logits
+
+    def _make_room(self, extent: int) -> None:
+        if self.cache.pool.must_grow(extent):
+            self.graphs.clear()
+            self.cache.pool.grow(extent)
 
     def _check(self, batch: Batch) -> None:
         if not 0 < batch.n_tokens <= self.options.max_batch_tokens:
@@ -292,8 +312,7 @@ class GgmlExecutor(Executor):
         max_tensors = hp.n_layer * (_NODES_PER_LAYER + _NODES_PER_PIECE * n_pieces) + _NODES_BESIDE
         b = GraphBuilder(self.model.libraries, max_tensors, len(self.model.weights) + 2 * hp.n_layer)
         try:
-            join = self.options.deterministic or self.form is AttentionForm.FLASH
-            inputs = GraphInputs(b, key, self.cache, hp.n_vocab, hp.n_embd, join=join)
+            inputs = GraphInputs(b, key, self.cache, hp.n_vocab, hp.n_embd, join=self._join)
             g = ModelGraph(
                 b,
                 hp,
@@ -316,10 +335,14 @@ class GgmlExecutor(Executor):
             raise
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start: tokens forwarded, rows read, graphs, cells, bytes."""
+        """Counters since the start: tokens forwarded, rows read, cells moved, graphs, cells, bytes."""
         return {
             "tokens_forwarded": self.n_forwarded,
             "rows_read": self.n_rows_read,
+            "moves": self._compaction.n_moves,
+            "moves_failed": self._compaction.n_failed,
+            "cells_moved": self._compaction.n_cells,
+            "bytes_moved": self._compaction.n_bytes,
             "graphs_built": self.graphs.n_built,
             "graphs_reused": self.graphs.n_reused,
             "cells_used": self.cache.used_cells,
