@@ -69,7 +69,8 @@ class Session:
         stats = self.executor.stats()
         print(
             f"{self.label:36} {median_s * 1e3:9.3f} ms a token  {alone_s / median_s:6.3f} of the speed alone  "
-            f"{stats['cells_used']:6} cells used of {self.executor.cache.pool.rows} stored"
+            f"{stats['cells_used']:6} cells used of {self.executor.cache.pool.rows} stored  "
+            f"{stats['moves']} moves of {stats['cells_moved']} cells"
         )
 
 

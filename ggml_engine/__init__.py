@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ggml_engine.errors import (
+    AbortedError,
     AllocationError,
     CacheError,
     CancelledError,
@@ -20,6 +21,7 @@ from ggml_engine.errors import (
     DeviceError,
     DownloadError,
     EngineError,
+    ExecutorError,
     GGUFError,
     GraphError,
     HyperparameterError,
@@ -29,26 +31,37 @@ from ggml_engine.errors import (
     ModelNotFoundError,
     NativeError,
     OptionError,
+    PoisonedError,
     PoolFullError,
     PositionError,
+    SessionBusyError,
+    SessionError,
+    SessionLimitError,
     StepError,
     UnknownSequenceError,
     UnsupportedArchitectureError,
     VocabularyError,
     WeightError,
+    WouldBlockError,
 )
 
 if TYPE_CHECKING:
     from ggml_engine.control.config import GenConfig
     from ggml_engine.control.conversation import Conversation
-    from ggml_engine.control.generation import Generation
+    from ggml_engine.control.generation import Generation, Reason, Update
+    from ggml_engine.control.logprobs import TokenLogprobs
+    from ggml_engine.control.options import RunnerOptions
+    from ggml_engine.control.runner import Runner
+    from ggml_engine.control.session import Session
     from ggml_engine.engine import Engine
+    from ggml_engine.executor.prepared import EmbeddingInput, PreparedInput
     from ggml_engine.ggml.gguf import GGUFFile
     from ggml_engine.ggml.sampler_config import SamplerConfig
 
     __version__: str
 
 __all__ = [
+    "AbortedError",
     "AllocationError",
     "CacheError",
     "CancelledError",
@@ -59,8 +72,10 @@ __all__ = [
     "Conversation",
     "DeviceError",
     "DownloadError",
+    "EmbeddingInput",
     "Engine",
     "EngineError",
+    "ExecutorError",
     "GGUFError",
     "GGUFFile",
     "GenConfig",
@@ -73,24 +88,44 @@ __all__ = [
     "ModelNotFoundError",
     "NativeError",
     "OptionError",
+    "PoisonedError",
     "PoolFullError",
     "PositionError",
+    "PreparedInput",
+    "Reason",
+    "Runner",
+    "RunnerOptions",
     "SamplerConfig",
+    "Session",
+    "SessionBusyError",
+    "SessionError",
+    "SessionLimitError",
     "StepError",
+    "TokenLogprobs",
     "UnknownSequenceError",
     "UnsupportedArchitectureError",
+    "Update",
     "VocabularyError",
     "WeightError",
+    "WouldBlockError",
     "__version__",
 ]
 
 _LAZY = {
     "Conversation": "ggml_engine.control.conversation",
+    "EmbeddingInput": "ggml_engine.executor.prepared",
     "Engine": "ggml_engine.engine",
     "GGUFFile": "ggml_engine.ggml.gguf",
     "GenConfig": "ggml_engine.control.config",
     "Generation": "ggml_engine.control.generation",
+    "PreparedInput": "ggml_engine.executor.prepared",
+    "Reason": "ggml_engine.control.generation",
+    "Runner": "ggml_engine.control.runner",
+    "RunnerOptions": "ggml_engine.control.options",
     "SamplerConfig": "ggml_engine.ggml.sampler_config",
+    "Session": "ggml_engine.control.session",
+    "TokenLogprobs": "ggml_engine.control.logprobs",
+    "Update": "ggml_engine.control.generation",
 }
 
 

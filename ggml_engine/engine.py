@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
@@ -100,6 +101,7 @@ class Engine:
             )
             undo.callback(executor.model.free)
             undo.callback(executor.close_all)
+            import_module("ggml_engine.control.runner")  # the first generation needs it, and here it costs nothing
             engine = cls(file, pending.result(), executor)
             undo.pop_all()
         return engine
@@ -206,9 +208,9 @@ class Engine:
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
             if self._runner is not None and not self._runner.shutdown():
-                raise EngineError("the engine's thread does not come back from the executor: nothing was freed")
+                raise EngineError("nothing was freed: the engine's thread is busy, with this callback or a long step")
+            self._closed = True
             self.executor.close_all()
             self.model.free()
             self.file.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
@@ -42,6 +41,8 @@ class EngineFuture(Future[T]):
             raise TimeoutError(f"not settled in {timeout} s") from None
 
     def __await__(self) -> Generator[Any, None, T]:
+        import asyncio  # noqa: PLC0415  # some 20 ms that few programs need
+
         return asyncio.wrap_future(self).__await__()
 
     def _refuse_to_block(self) -> None:

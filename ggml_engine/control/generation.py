@@ -6,7 +6,6 @@ its state: dropping the handle ends a generation that nobody else listens to.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import itertools
@@ -256,6 +255,8 @@ class Generation(Iterator[str]):
         return self._async_pieces()
 
     async def _async_pieces(self) -> AsyncIterator[str]:
+        import asyncio  # noqa: PLC0415  # some 20 ms that few programs need
+
         state, loop, changed = self._state, asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:

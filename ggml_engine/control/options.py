@@ -24,13 +24,17 @@ class RunnerOptions:
     `max_sessions` counts all that are resident: active, idle and snapshots. `reserve` "full" admits a session only
     where the `max_session_tokens` of all fit the capacity at once, so that none can fail for space; "none" overcommits,
     and when cells run out snapshots go first, then `victim` (given the sessions that generate, oldest generation first)
-    chooses whose generation ends with PoolFullError. Raises OptionError for what cannot be.
+    chooses whose generation ends with PoolFullError. `switch_interval_s` shortens Python's own thread switch interval
+    (`sys.setswitchinterval`, for the whole process) to that: the engine's thread asks for Python's lock between
+    forwards, and a thread that computes in Python keeps it for so long each time. None leaves it. Raises OptionError
+    for what cannot be.
     """
 
     max_sessions: int = 1024
     max_session_tokens: int | None = None
     reserve: Literal["none", "full"] = "none"
     victim: Victim = youngest
+    switch_interval_s: float | None = 0.0005
 
     def __post_init__(self) -> None:
         for name in ("max_sessions", "max_session_tokens"):
@@ -39,6 +43,9 @@ class RunnerOptions:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionError(f"{name} must be a positive integer, is {value!r}")
+        interval = self.switch_interval_s
+        if interval is not None and not (isinstance(interval, (int, float)) and 1e-5 <= interval <= 1):
+            raise OptionError(f"switch_interval_s must be 0.00001 to 1 second or None, is {interval!r}")
         if self.reserve not in ("none", "full"):
             raise OptionError(f"reserve is none or full, asked for {self.reserve!r}")
         if self.reserve == "full" and self.max_session_tokens is None:

@@ -5,6 +5,7 @@ The engine thread holds no handle: when the last one (the runner or one of its s
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -38,7 +39,10 @@ class Runner:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._attach(Core(executor, text, options or RunnerOptions(), clock))
+        options = options or RunnerOptions()
+        self._attach(Core(executor, text, options, clock))
+        if options.switch_interval_s is not None and sys.getswitchinterval() > options.switch_interval_s:
+            sys.setswitchinterval(options.switch_interval_s)
         self._core.start()
 
     @classmethod

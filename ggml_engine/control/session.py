@@ -26,7 +26,7 @@ from ggml_engine.control.generation import (
     without_frames,
 )
 from ggml_engine.control.session_state import SessionState
-from ggml_engine.errors import EngineError, InputError, SessionBusyError, SessionError, WouldBlockError
+from ggml_engine.errors import ClosedError, EngineError, InputError, SessionBusyError, WouldBlockError
 from ggml_engine.executor.prepared import PreparedInput
 
 if TYPE_CHECKING:
@@ -158,8 +158,8 @@ class Session:
         trouble: EngineError | None = None
         sampler: TokenSampler | None = None
         try:
-            if state.close_requested:  # one that is closed later is cancelled: its caller knows
-                raise SessionError("the session was closed")
+            if state.close_requested:
+                raise ClosedError("the session was closed")
             taken = delta if isinstance(delta, PreparedInput) else self._checked(delta)
             request = replace(request, delta=taken)
             sampler = core.scheduler.text.sampler(request.config.sampler)

@@ -17,7 +17,8 @@ class Batch:
     """Tokens of one or more sequences, in any order that keeps each sequence's own.
 
     `wants_logits` marks the tokens whose logits come back, in batch order. `positions` may be left out: then every
-    sequence continues where it is. `prepared` are the rows that are not tokens; what `tokens` holds there says nothing.
+    sequence continues where it is. Tokens in the rows of `prepared` slices are ignored: positions of a prepared input
+    stand there.
     """
 
     tokens: npt.NDArray[np.int32]  # [n_tokens]
@@ -37,7 +38,10 @@ class Batch:
             raise InputError(
                 f"a batch of {tokens.size} tokens, {sequences.size} sequences and {wants_logits.size} marks"
             )
-        self._set(_token_ids(tokens), np.ascontiguousarray(sequences, np.int64), wants_logits, self.positions)
+        prepared = tuple(self.prepared)
+        if prepared:
+            tokens = np.where(_prepared_rows(prepared, tokens.size), 0, tokens)  # ignored, and an id for a lookup
+        self._set(_token_ids(tokens), np.ascontiguousarray(sequences, np.int64), wants_logits, self.positions, prepared)
 
     @classmethod
     def of_sequence(cls, sequence: int, tokens: npt.ArrayLike, *, logits: str = "last") -> Batch:
@@ -48,7 +52,7 @@ class Batch:
         wanted = np.full(ids.size, logits == "all")
         wanted[-1] = logits != "none"
         batch = object.__new__(cls)  # these arrays go together, and a decode step makes one per token
-        batch._set(_token_ids(ids), np.full(ids.size, _sequence_id(sequence), np.int64), wanted, None)
+        batch._set(_token_ids(ids), np.full(ids.size, _sequence_id(sequence), np.int64), wanted, None, ())
         return batch
 
     def _set(
@@ -57,13 +61,13 @@ class Batch:
         sequences: npt.NDArray[np.int64],
         wants_logits: npt.NDArray[np.bool_],
         positions: npt.NDArray[np.int32] | None,
+        prepared: tuple[PreparedSlice, ...],
     ) -> None:
         object.__setattr__(self, "tokens", tokens)
         object.__setattr__(self, "sequences", sequences)
         object.__setattr__(self, "wants_logits", wants_logits)
         object.__setattr__(self, "positions", positions)
-        if not hasattr(self, "prepared"):  # `of_sequence` makes one without `__init__`
-            object.__setattr__(self, "prepared", ())
+        object.__setattr__(self, "prepared", prepared)
 
     @property
     def n_tokens(self) -> int:
@@ -74,6 +78,30 @@ class Batch:
     def n_outputs(self) -> int:
         """Number of tokens whose logits are wanted."""
         return int(np.count_nonzero(self.wants_logits))
+
+    @property
+    def n_prepared(self) -> int:
+        """Number of rows that are positions of prepared inputs."""
+        return sum(piece.stop - piece.start for piece in self.prepared)
+
+
+def _prepared_rows(prepared: tuple[PreparedSlice, ...], n_tokens: int) -> npt.NDArray[np.bool_]:
+    """Which rows of a batch the slices take, bool [n_tokens]. Raises InputError for slices that cannot be in it."""
+    taken = np.zeros(n_tokens, np.bool_)
+    for piece in prepared:
+        bounds = (piece.start, piece.stop, piece.row)
+        if any(isinstance(bound, bool) or not isinstance(bound, int | np.integer) for bound in bounds):
+            raise InputError(f"a prepared slice has integer bounds, got {bounds}")
+        start, stop, row = map(int, bounds)
+        size = piece.source.size()
+        if not 0 <= start < stop <= size:
+            raise InputError(f"positions {start} to {stop} of a prepared input that has {size}")
+        if row < 0 or row + stop - start > n_tokens:
+            raise InputError(f"a prepared slice in rows {row} to {row + stop - start} of a batch of {n_tokens} tokens")
+        if taken[row : row + stop - start].any():
+            raise InputError(f"a prepared slice in rows {row} to {row + stop - start}, some of which another one takes")
+        taken[row : row + stop - start] = True
+    return taken
 
 
 def _integers(what: str, values: npt.ArrayLike) -> npt.NDArray[np.integer[Any]]:

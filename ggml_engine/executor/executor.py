@@ -1,7 +1,7 @@
 """`GgmlExecutor`: turns a batch into logits.
 
-Owns the cell cache, the graphs and the order of a step: declare, place, grow, fill, compute, commit. Everything that
-touches ggml runs on the caller's thread; callers on several threads take turns. Knows no sampling and no text.
+Owns the cell cache, the graphs and the order of a step: declare, move, place, grow, fill, compute, commit. Everything
+that touches ggml runs on the caller's thread; callers on several threads take turns. Knows no sampling and no text.
 """
 
 from __future__ import annotations
@@ -16,12 +16,22 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ggml_engine.errors import ClosedError, InputError, OptionError, UnknownSequenceError
+from ggml_engine.errors import (
+    CacheError,
+    ClosedError,
+    InputError,
+    OptionError,
+    PositionError,
+    UnknownSequenceError,
+)
 from ggml_engine.executor.batch import Batch
+from ggml_engine.executor.compaction import Compaction
 from ggml_engine.executor.graph_cache import GraphCache, ReadyGraph
 from ggml_engine.executor.inputs import GraphInputs, GraphKey, check_tokens
+from ggml_engine.executor.prepared import EmbeddingInput, PreparedInput
 from ggml_engine.executor.protocol import Executor
-from ggml_engine.ggml.backends import Graph, get_data
+from ggml_engine.ggml.abort import AbortFlag
+from ggml_engine.ggml.backends import Graph, get_data, host_view
 from ggml_engine.ggml.ops import GraphBuilder
 from ggml_engine.models.attention import AttentionForm
 from ggml_engine.models.blocks import ModelGraph
@@ -32,6 +42,7 @@ from ggml_engine.pool.registry import CacheConfig, build_cache
 _NODES_PER_LAYER = 48  # an upper bound for every architecture here; a graph that needs more is refused, not cut
 _NODES_PER_PIECE = 8  # views, products and sums for every span that is read
 _NODES_BESIDE = 64
+_MAX_LOCKED_BYTES = 8 << 20  # a copy of at most a millisecond, during which Python's lock is kept
 
 # Rows that deterministic steps are a multiple of: kernels work on up to 8 rows at once, and on what is left over by
 # other code, which rounds differently.
@@ -49,7 +60,8 @@ class ExecutorOptions:
     `capacity` is in cells. `attention` "auto" takes what is fast on the device: on a CPU the matmul form over V in
     columns, elsewhere flash attention over V in rows. `max_graph_bytes` bounds the working memory kept beside the
     newest graph's. `deterministic` makes a sequence's logits independent of what runs beside it, of how its tokens were
-    cut into steps, and of where its cells lie: bit for bit, at some cost in speed (docs/determinism.md).
+    cut into steps, and of where its cells lie: bit for bit, at some cost in speed (docs/determinism.md). `compact`
+    moves the cells that a sequence does not share together, once reading it in pieces has cost as much as that.
     """
 
     capacity: int = 4096
@@ -64,6 +76,7 @@ class ExecutorOptions:
     max_graph_bytes: int = 256 << 20
     run: int = 64
     read_block: int = 256
+    compact: bool = True
 
     def __post_init__(self) -> None:
         if self.attention not in ("auto", "flash", "matmul"):
@@ -80,6 +93,8 @@ class ExecutorOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionError(f"{name} must be a positive integer, is {value!r}")
+        if not isinstance(self.compact, bool):
+            raise OptionError(f"compact is True or False, is {self.compact!r}")
         if self.deterministic and (self.run % DETERMINISTIC_GRAIN or self.read_block % DETERMINISTIC_GRAIN):
             raise OptionError(
                 f"deterministic mode needs run and read_block in multiples of {DETERMINISTIC_GRAIN}, "
@@ -128,9 +143,12 @@ class GgmlExecutor(Executor):
             ),
         )
         self._row_tile = DETERMINISTIC_ROW_TILE if self.options.deterministic else 1
+        self._join = self.options.deterministic or self.form is AttentionForm.FLASH
+        self._compaction = Compaction(self.cache, model.backends, self._make_room, join=self._join)
         self.graphs = GraphCache(self._build, self.options.max_graphs, self.options.max_graph_bytes)
         self.n_forwarded = 0
         self.n_rows_read = 0
+        self._abort = AbortFlag(model.libraries)
         self._turn = threading.Lock()
         self._to_close: deque[int] = deque()
         self._closed = False
@@ -166,7 +184,7 @@ class GgmlExecutor(Executor):
                 raise ClosedError("the executor was closed")
             while self._to_close:
                 with suppress(UnknownSequenceError):  # closed by hand, then by its finalizer
-                    self.cache.close(self._to_close.popleft())
+                    self._close(self._to_close.popleft())
             yield
 
     def open(self) -> int:
@@ -177,21 +195,34 @@ class GgmlExecutor(Executor):
     def close(self, sequence: int) -> None:
         """Drop a sequence; cells that nobody else owns are free again."""
         with self._turn_of_caller():
-            self.cache.close(sequence)
+            self._close(sequence)
+
+    def _close(self, sequence: int) -> None:
+        self.cache.close(sequence)
+        self._compaction.forget(sequence)
 
     def close_later(self, sequence: int) -> None:
         """Drop a sequence before the next call; takes no turn, so that a finalizer may call it."""
         self._to_close.append(sequence)
 
-    def clone(self, source: int, upto: int) -> int:
-        """A new sequence that shares the first `upto` positions of `source`; nothing is copied."""
+    def clone(self, source: int, upto: int) -> int | None:
+        """A new sequence that shares the first `upto` positions of `source`; nothing is copied.
+
+        None where the cache has no room for it, or no clones. Raises UnknownSequenceError and PositionError.
+        """
         with self._turn_of_caller():
-            return self.cache.clone(source, upto)
+            try:
+                return self.cache.clone(source, upto)
+            except (UnknownSequenceError, PositionError):
+                raise
+            except CacheError:
+                return None
 
     def rewind(self, sequence: int, to: int) -> None:
         """Drop what a sequence holds from position `to` on."""
         with self._turn_of_caller():
             self.cache.rewind(sequence, to)
+            self._compaction.forget(sequence)
 
     def length(self, sequence: int) -> int:
         """Committed positions of a sequence."""
@@ -200,12 +231,32 @@ class GgmlExecutor(Executor):
 
     # ---- steps
 
+    def accepts(self, prepared: PreparedInput) -> bool:
+        """Whether it is embeddings of this model's width, made for this model or for any."""
+        return (
+            prepared.kind is EmbeddingInput.kind
+            and isinstance(prepared, EmbeddingInput)
+            and prepared.rows.shape == (prepared.size(), self.model.hp.n_embd)
+            and prepared.fingerprint in ("", self.model.fingerprint)
+        )
+
+    def abort(self) -> None:
+        """Let the running forward end soon with AbortedError, and those that begin before `clear_abort`.
+
+        Takes no turn. Stops between two nodes that the CPU computes, and nothing on devices that do not ask.
+        """
+        self._abort.set()
+
+    def clear_abort(self) -> None:
+        """Let forwards run again."""
+        self._abort.clear()
+
     def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Compute one step: logits f32 [outputs, n_vocab], in batch order.
 
-        Raises InputError for unusable tokens and the kinds of CacheError for a step that cannot be, with nothing
-        changed; ComputeError leaves the step's cells claimed until its sequences are rewound or closed. ClosedError
-        after `close_all`.
+        Raises InputError for unusable tokens and prepared inputs, and the kinds of CacheError for a step that cannot
+        be, with nothing changed; ComputeError, and AbortedError after `abort`, leave the step's cells claimed until its
+        sequences are rewound or closed. ClosedError after `close_all`.
         """
         with self._turn_of_caller():
             return self._forward(batch)
@@ -213,10 +264,11 @@ class GgmlExecutor(Executor):
     def _forward(self, batch: Batch) -> npt.NDArray[np.float32]:
         self._check(batch)
         step = self.cache.declare(batch.sequences)
-        placement = step.place(step.positions if batch.positions is None else batch.positions)
-        if self.cache.pool.must_grow(placement.extent):
-            self.graphs.clear()
-            self.cache.pool.grow(placement.extent)
+        positions = step.positions if batch.positions is None else batch.positions
+        if self.options.compact and np.array_equal(positions, step.positions):  # a step that is refused changes nothing
+            self._compaction.before(step)
+        placement = step.place(positions)
+        self._make_room(placement.extent)
         ready = self.graphs.get(GraphKey.of(batch, placement, self._row_tile))
         ready.inputs.fill(batch, placement)
         ready.graph.compute()
@@ -224,18 +276,34 @@ class GgmlExecutor(Executor):
         placement.commit()
         self.n_forwarded += batch.n_tokens
         self.n_rows_read += sum(placement.rows_read)
+        if self.options.compact:
+            self._compaction.note(placement)
         return logits
+
+    def _make_room(self, extent: int) -> None:
+        if self.cache.pool.must_grow(extent):
+            self.graphs.clear()
+            self.cache.pool.grow(extent)
 
     def _check(self, batch: Batch) -> None:
         if not 0 < batch.n_tokens <= self.options.max_batch_tokens:
             limit = self.options.max_batch_tokens
             raise InputError(f"a step has 1 to {limit} tokens (max_batch_tokens), this one has {batch.n_tokens}")
         check_tokens(batch.tokens, self.model.hp.n_vocab)
+        for piece in batch.prepared:
+            if not self.accepts(piece.source) or piece.stop > piece.source.size():
+                width = self.model.hp.n_embd
+                raise InputError(f"{piece.source.kind} that are not rows of {width} numbers made for this model")
 
     def _read(self, ready: ReadyGraph, n_outputs: int) -> npt.NDArray[np.float32]:
         logits = np.empty((n_outputs, self.model.hp.n_vocab), np.float32)
         if ready.logits is not None:
-            get_data(self.model.libraries, ready.logits, logits)  # the first rows; padding comes last
+            # the first rows; padding comes last
+            view = host_view(self.model.libraries, ready.logits) if logits.nbytes <= _MAX_LOCKED_BYTES else None
+            if view is None:
+                get_data(self.model.libraries, ready.logits, logits)
+            else:
+                logits.data.cast("B")[:] = view[: logits.nbytes]
         return logits
 
     def _build(self, key: GraphKey) -> ReadyGraph:
@@ -244,8 +312,7 @@ class GgmlExecutor(Executor):
         max_tensors = hp.n_layer * (_NODES_PER_LAYER + _NODES_PER_PIECE * n_pieces) + _NODES_BESIDE
         b = GraphBuilder(self.model.libraries, max_tensors, len(self.model.weights) + 2 * hp.n_layer)
         try:
-            join = self.options.deterministic or self.form is AttentionForm.FLASH
-            inputs = GraphInputs(b, key, self.cache, hp.n_vocab, join=join)
+            inputs = GraphInputs(b, key, self.cache, hp.n_vocab, hp.n_embd, join=self._join)
             g = ModelGraph(
                 b,
                 hp,
@@ -256,21 +323,26 @@ class GgmlExecutor(Executor):
                 key.n_outputs,
                 inputs,
                 self.form,
+                inputs.prepared,
             )
             logits = self.model.architecture.graph(g)
             if logits is not None:
                 b.output(logits, "result_logits")
             name = f"{hp.architecture} graph of {key.n_tokens} tokens over rows {key.reads}"
-            return ReadyGraph(Graph(b, self.model.backends, name), inputs, logits)
+            return ReadyGraph(Graph(b, self.model.backends, name, self._abort), inputs, logits)
         except BaseException:
             b.free()
             raise
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start: tokens forwarded, rows read, graphs, cells, bytes."""
+        """Counters since the start: tokens forwarded, rows read, cells moved, graphs, cells, bytes."""
         return {
             "tokens_forwarded": self.n_forwarded,
             "rows_read": self.n_rows_read,
+            "moves": self._compaction.n_moves,
+            "moves_failed": self._compaction.n_failed,
+            "cells_moved": self._compaction.n_cells,
+            "bytes_moved": self._compaction.n_bytes,
             "graphs_built": self.graphs.n_built,
             "graphs_reused": self.graphs.n_reused,
             "cells_used": self.cache.used_cells,

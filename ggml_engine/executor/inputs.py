@@ -5,7 +5,8 @@ input, which rows it reads is part of its shape (`GraphKey`). ggml computes in p
 before every run.
 
 A step may be padded to a multiple of `row_tile` rows: kernels round by the number of rows, and with whole tiles each
-row's result is its own. A padding row repeats the last token, cell and all, and so writes the same bytes once more.
+row's result is its own. A padding row repeats the last token, cell and all, and so writes the same bytes once more; a
+last row that is a prepared one is repeated as such.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import numpy.typing as npt
 
 from ggml_engine.errors import InputError
 from ggml_engine.executor.batch import Batch
-from ggml_engine.ggml.backends import has_data, set_data
+from ggml_engine.executor.prepared import EmbeddingInput
+from ggml_engine.ggml.backends import has_data, host_view, set_data
 from ggml_engine.ggml.ops import GraphBuilder, Tensor
 from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.attention import KvRows
+from ggml_engine.models.blocks import PreparedRows
 from ggml_engine.pool.cells import Placement
 from ggml_engine.pool.kv_types import hadamard
 from ggml_engine.pool.read_plan import Comb, group_spans
@@ -41,15 +44,18 @@ class GraphKey:
     n_outputs: int
     selects_outputs: bool  # whether the outputs are not just all tokens in their order
     reads: tuple[Spans, ...]  # per window
+    n_prepared: int = 0  # rows that are not looked up, padding included
 
     @classmethod
     def of(cls, batch: Batch, placement: Placement, row_tile: int = 1) -> GraphKey:
         """The key of a step."""
         reads = tuple(tuple(read.spans) for read in placement.reads)
         n_outputs = batch.n_outputs
-        return cls(
-            _padded(batch.n_tokens, row_tile), _padded(n_outputs, row_tile), 0 < n_outputs < batch.n_tokens, reads
-        )
+        n_tokens = _padded(batch.n_tokens, row_tile)
+        n_prepared = 0
+        if batch.prepared:
+            n_prepared = _padded(_prepared_rows(batch, n_tokens).size, row_tile)
+        return cls(n_tokens, _padded(n_outputs, row_tile), 0 < n_outputs < batch.n_tokens, reads, n_prepared)
 
 
 def _padded(n: int, tile: int) -> int:
@@ -63,10 +69,20 @@ def _repeat_last(values: npt.NDArray[Any], n: int) -> npt.NDArray[Any]:
     return np.concatenate((values, np.repeat(values[-1:], n - values.size)))
 
 
+def _prepared_rows(batch: Batch, n: int) -> npt.NDArray[np.int64]:
+    """Rows of a step of n rows that are prepared ones: slice by slice, then what repeats such a last row."""
+    rows = [np.arange(piece.row, piece.row + piece.stop - piece.start) for piece in batch.prepared]
+    if any(batch.n_tokens - 1 in piece for piece in rows):
+        rows.append(np.arange(batch.n_tokens, n))
+    return np.concatenate(rows, dtype=np.int64)
+
+
 class GraphInputs:
     """The inputs of a graph of `key`'s shape, as tensors of `b`. `join` as in `KvRows`."""
 
-    def __init__(self, b: GraphBuilder, key: GraphKey, cache: GgmlCache, n_vocab: int, *, join: bool = False) -> None:
+    def __init__(
+        self, b: GraphBuilder, key: GraphKey, cache: GgmlCache, n_vocab: int, n_embd: int, *, join: bool = False
+    ) -> None:
         n = key.n_tokens
         self._b = b
         self._key = key
@@ -74,12 +90,17 @@ class GraphInputs:
         self._n_vocab = n_vocab
         self._join = join
         self.tokens = b.input("inp_tokens", TensorType.I32, n)
+        self.prepared: PreparedRows | None = None
+        if key.n_prepared:
+            rows = b.input("inp_prepared", TensorType.F32, n_embd, key.n_prepared)
+            self.prepared = PreparedRows(rows, b.input("inp_prepared_rows", TensorType.I64, key.n_prepared))
         self.positions = b.input("inp_positions", TensorType.I32, n)
         self._cells = b.input("inp_cells", TensorType.I64, n)
         self._v_rows: dict[int, Tensor] = {}
         if cache.pool.format.v_layout == "columns":
             for width in sorted({layer.n_embd_v for layer in cache.pool.layers}):
                 self._v_rows[width] = b.input(f"inp_v_rows_{width}", TensorType.I64, n * width)
+        self._views: dict[Any, memoryview | None] = {}
         self._masks = []
         self._mask_data: list[npt.NDArray[np.float16]] = []
         single = join or n > _MAX_COMB_TOKENS
@@ -127,6 +148,8 @@ class GraphInputs:
         check_tokens(batch.tokens, self._n_vocab)
         n = self._key.n_tokens
         self._set(self.tokens, _repeat_last(batch.tokens, n))
+        if self.prepared is not None:
+            self._fill_prepared(self.prepared, batch)
         self._set(self.positions, _repeat_last(placement.positions, n))
         cells = _repeat_last(placement.cells, n)
         self._set(self._cells, cells)
@@ -144,8 +167,26 @@ class GraphInputs:
         for size, tensor in self._rotations.items():
             self._set(tensor, hadamard(size))
 
+    def _fill_prepared(self, prepared: PreparedRows, batch: Batch) -> None:
+        ids = _prepared_rows(batch, self._key.n_tokens)
+        rows = np.empty((self._key.n_tokens, prepared.rows.ne[0]), np.float32)
+        for piece in batch.prepared:
+            if not isinstance(piece.source, EmbeddingInput):
+                raise InputError(f"{piece.source.kind} cannot stand in rows of a batch here")
+            rows[piece.row : piece.row + piece.stop - piece.start] = piece.source.rows[piece.start : piece.stop]
+        rows[batch.n_tokens :] = rows[batch.n_tokens - 1]
+        ids = _repeat_last(ids, self._key.n_prepared)
+        self._set(prepared.ids, ids)
+        self._set(prepared.rows, rows[ids])
+
     def _set(self, tensor: Tensor, values: npt.NDArray[Any]) -> None:
-        set_data(self._b.libraries, tensor, values)
+        if tensor.ptr not in self._views:  # the graph has its memory from its first run on
+            self._views[tensor.ptr] = host_view(self._b.libraries, tensor)
+        view = self._views[tensor.ptr]
+        if view is not None and values.nbytes == len(view) and values.flags.c_contiguous:
+            view[:] = values.data.cast("B")
+        else:
+            set_data(self._b.libraries, tensor, values)
 
 
 def check_tokens(tokens: npt.NDArray[np.int32], n_vocab: int) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ggml_engine.errors import AllocationError, ComputeError, DeviceError, GraphError, OptionError
+from ggml_engine.errors import AbortedError, AllocationError, ComputeError, DeviceError, GraphError, OptionError
+from ggml_engine.ggml.abort import AbortFlag
 from ggml_engine.ggml.library import Libraries, ffi, running_graph
 from ggml_engine.ggml.ops import GraphBuilder, Tensor, TensorContext, wrap
 from ggml_engine.ggml.tensor_types import TensorType
@@ -101,6 +102,7 @@ class Backend:
     def __init__(self, libraries: Libraries, device: Device, n_threads: int | None = None) -> None:
         self.libraries = libraries
         self.device = device
+        self._abort: AbortFlag | None = None  # what the native side has a pointer to
         self._ptr = libraries.base.ggml_backend_dev_init(device.ptr, ffi.NULL)
         if self._ptr == ffi.NULL:
             raise DeviceError(f"device {device.name} could not be started")
@@ -121,6 +123,16 @@ class Backend:
         address = _proc_address(self.libraries, self.device, b"ggml_backend_set_n_threads")
         if address is not None:
             ffi.cast("ggml_backend_set_n_threads_t", address)(self.ptr, n_threads)
+
+    def set_abort_flag(self, flag: AbortFlag | None) -> None:
+        """Let `flag` stop the next graphs, or nothing (None). Does nothing where the device has no such thing."""
+        if flag is self._abort:
+            return
+        address = _proc_address(self.libraries, self.device, b"ggml_backend_set_abort_callback")
+        if address is not None:
+            callback, data = (ffi.NULL, ffi.NULL) if flag is None else (flag.callback, flag.data)
+            ffi.cast("ggml_backend_set_abort_callback_t", address)(self.ptr, callback, data)
+        self._abort = flag
 
     @property
     def buffer_type(self) -> Any:
@@ -307,6 +319,20 @@ def set_data(libraries: Libraries, tensor: Tensor, data: npt.NDArray[Any] | memo
         libraries.base.ggml_backend_tensor_set(tensor.ptr, ffi.from_buffer(data), offset, n_bytes)
 
 
+def host_view(libraries: Libraries, tensor: Tensor) -> memoryview | None:
+    """A contiguous tensor's own bytes, writable, where Python can reach them; None where they lie on a device.
+
+    Reading and writing through it keeps Python's lock, which a native call gives away and then has to wait for. It is
+    valid as long as the tensor's memory, which it does not keep.
+    """
+    if not has_data(tensor) or not tensor.is_contiguous:
+        return None
+    source = tensor.ptr if tensor.ptr.view_src == ffi.NULL else tensor.ptr.view_src
+    if not libraries.base.ggml_backend_buffer_is_host(source.buffer):
+        return None
+    return memoryview(ffi.buffer(tensor.ptr.data, tensor.span_bytes))
+
+
 def set_row_ids(libraries: Libraries, tensor: Tensor, ids: npt.NDArray[np.integer[Any]], n_rows: int) -> None:
     """Fill the ids (i32 or i64) of a `get_rows` or `set_rows` over `n_rows` rows; ggml dies of one out of range."""
     if tensor.type not in _ID_TYPES:
@@ -350,11 +376,15 @@ class Graph:
     """A built graph with its working memory: allocated once, run many times.
 
     `backends` are in order of preference; the last must be the CPU. Has its own scheduler, so that graphs of several
-    shapes stay ready side by side.
+    shapes stay ready side by side. `abort` is the flag that stops it, and it alone: backends are shared, and each graph
+    brings its own.
     """
 
-    def __init__(self, builder: GraphBuilder, backends: Sequence[Backend], name: str) -> None:
+    def __init__(
+        self, builder: GraphBuilder, backends: Sequence[Backend], name: str, abort: AbortFlag | None = None
+    ) -> None:
         self._sched = None
+        self._abort = abort
         libraries = builder.libraries
         self.libraries = libraries
         self.name = name
@@ -382,13 +412,17 @@ class Graph:
         return sum(int(get(self._sched, backend.ptr)) for backend in self._backends)
 
     def compute(self) -> None:
-        """Run it. The GIL is free meanwhile. Raises ComputeError with ggml's status."""
+        """Run it. The GIL is free meanwhile. Raises AbortedError where its flag is up, else ComputeError."""
         if self._sched is None:
             raise GraphError(f"{self.name} was freed before")
         if not (self._builder.ctx and all(backend.ptr for backend in self._backends)):
             raise GraphError(f"{self.name}: its nodes or backends were freed before")
+        for backend in self._backends:
+            backend.set_abort_flag(self._abort)
         with running_graph(self.name):
             status = self.libraries.base.ggml_backend_sched_graph_compute(self._sched, self._builder.cgraph)
+        if status == self.libraries.base.GGML_STATUS_ABORTED:
+            raise AbortedError(f"{self.name} was told to stop")
         if status != self.libraries.base.GGML_STATUS_SUCCESS:
             text = _text(self.libraries.base.ggml_status_to_string(status))
             raise ComputeError(f"{self.name}: {text}")
@@ -408,5 +442,5 @@ class Graph:
 __all__ = [
     "MAX_THREADS", "Backend", "Buffer", "Device", "Graph", "TensorContext", "allocate_tensors", "allocation_bytes",
     "buffer_type_name", "choose_device", "cpu_device", "default_threads", "devices", "extra_buffer_types",
-    "get_array", "get_data", "has_data", "is_host_aligned", "set_data", "set_row_ids", "supports_op",
+    "get_array", "get_data", "has_data", "host_view", "is_host_aligned", "set_data", "set_row_ids", "supports_op",
 ]  # fmt: skip

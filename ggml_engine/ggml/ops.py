@@ -396,6 +396,12 @@ class GraphBuilder(TensorContext):
         """A contiguous copy."""
         return self._named(self.base.ggml_cont(self._room("cont", a), a.ptr), name)
 
+    def copy(self, a: Tensor, b: Tensor, name: str = "") -> Tensor:
+        """Copies the bytes of `a` into `b`, which is alike in type and shape: b. The two must not overlap."""
+        _require(a.type == b.type and a.ne == b.ne, "copy", "types or shapes differ", a, b)
+        _require(a.has_contiguous_rows and b.has_contiguous_rows, "copy", "rows must be contiguous", a, b)
+        return self._named(self.base.ggml_cpy(self._room("copy", a, b), a.ptr, b.ptr), name)
+
     def cast(self, a: Tensor, tensor_type: TensorType, name: str = "") -> Tensor:
         """A contiguous copy in another type."""
         _require(a.type in FLOAT_TYPES and tensor_type in FLOAT_TYPES, "cast", f"floats only, to {tensor_type}", a)

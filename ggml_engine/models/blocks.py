@@ -15,6 +15,14 @@ from ggml_engine.models.config import Hyperparameters
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedRows:
+    """Embeddings that come from outside: `rows` f32 [n_embd, n] stand in the step's rows `ids` i64 [n]."""
+
+    rows: Tensor
+    ids: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ModelGraph:
     """What an architecture builds from. Activations are f32 [n_embd, tokens]."""
 
@@ -27,14 +35,20 @@ class ModelGraph:
     n_outputs: int
     kv: KvStore
     form: AttentionForm
+    prepared: PreparedRows | None = None
 
     def weight(self, name: str) -> Tensor:
         """A required tensor; `name` without ".weight"."""
         return self.weights[f"{name}.weight"]
 
-    def embed(self) -> Tensor:
-        """The embeddings of the step's tokens."""
-        return self.b.get_rows(self.weight("token_embd"), self.tokens, "inp_embd")
+    def embed(self, scale: float | None = None) -> Tensor:
+        """The embeddings of the step's tokens, times `scale`, and prepared ones, as they are, where those stand."""
+        x = self.b.get_rows(self.weight("token_embd"), self.tokens, "inp_embd")
+        if scale is not None:
+            x = self.b.scale(x, scale, "inp_scaled")
+        if self.prepared is not None:
+            x = self.b.set_rows(x, self.prepared.rows, self.prepared.ids, "inp_with_prepared")
+        return x
 
     def norm(self, x: Tensor, weight: str, name: str = "") -> Tensor:
         """RMS norm, times a weight."""

@@ -84,7 +84,7 @@ def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:
 def graph(g: ModelGraph) -> Tensor | None:
     """Logits of the tokens that want them."""
     hp = g.hp
-    x = g.b.scale(g.embed(), math.sqrt(hp.n_embd), "inp_scaled")
+    x = g.embed(math.sqrt(hp.n_embd))
     for il in range(hp.n_layer):
         prefix = f"blk.{il}"
         q, k, v = g.qkv(g.norm(x, f"{prefix}.attn_norm"), il)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 
 from ggml_engine.errors import OptionError
 from ggml_engine.ggml.backends import Backend, Device, choose_device, cpu_device
@@ -11,11 +12,12 @@ from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.library import Libraries, load
 from ggml_engine.models.architecture import Architecture
 from ggml_engine.models.config import Hyperparameters, MetadataReader
+from ggml_engine.models.fingerprint import fingerprint
 from ggml_engine.models.registry import find_architecture
 from ggml_engine.models.weights import Cancel, Progress, Weights, load_weights
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: a cached property needs its dict
 class Model:
     """What an executor runs. `layer_backends` has the backend of every layer; `backends` ends with the CPU."""
 
@@ -26,6 +28,14 @@ class Model:
     libraries: Libraries
     backends: tuple[Backend, ...]
     layer_backends: tuple[Backend, ...]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """64 hexadecimal digits that name what K/V depends on (see `models/fingerprint.py` for what is covered).
+
+        Made at the first use, from the file, which must be open then (ClosedError).
+        """
+        return fingerprint(self.file, self.hp)
 
     def free(self) -> None:
         """Free weights and backends; idempotent. Executors over them must be closed."""

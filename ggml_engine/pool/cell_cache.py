@@ -12,6 +12,7 @@ from ggml_engine.ggml.backends import Backend
 from ggml_engine.ggml.library import Libraries
 from ggml_engine.models.config import KvLayer
 from ggml_engine.pool.cells import CellCache
+from ggml_engine.pool.compaction import Move
 from ggml_engine.pool.kv_pool import GgmlKvPool, check_memory
 from ggml_engine.pool.kv_types import KvFormat
 from ggml_engine.pool.sequence_cache import SequenceCache
@@ -48,6 +49,17 @@ class GgmlCellCache(CellCache):
         super().__init__(capacity, _windows(layers), run=run, read_block=read_block, by_position=by_position)
         self.window_of_layer = _window_of_layer(layers)
         self.pool = GgmlKvPool(libraries, layers, backends, self.capacity, kv_format=kv_format)
+
+    def move(self, move: Move, backends: Sequence[Backend]) -> int:
+        """Copy the K and V of a move's cells, then let its sequence own the copies; returns the bytes copied.
+
+        The pool holds the move's extent already. Raises StepError for a stale move, and NativeError; then the sequence
+        owns what it did, unchanged.
+        """
+        self.check_move(move)
+        n_bytes = self.pool.copy_rows(move.pieces(), backends)
+        self.apply_move(move)
+        return n_bytes
 
     def free(self) -> None:
         """Free the pool; idempotent."""

@@ -9,6 +9,8 @@ exactly when, for each residue, it needs no more cells than are free; `count_mis
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -51,7 +53,34 @@ class CellTable:
             return
         self.n_used -= freed.size
         self._n_free_by_residue += np.bincount(freed % self.run, minlength=self.run)
-        runs = freed // self.run
+        self._find_tops(freed)
+
+    def move(self, old: npt.NDArray[np.int64], new: npt.NDArray[np.int64]) -> None:
+        """Gives the positions of `old`, cells of a single owner, to free cells `new`, congruent one by one."""
+        self.positions[new] = self.positions[old]
+        self._n_owners[new] = 1
+        self._n_owners[old] = 0
+        for cells in (old, new):
+            self._find_tops(cells)
+
+    def have_one_owner(self, cells: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which of these cells have exactly one owner."""
+        single: npt.NDArray[np.bool_] = self._n_owners[cells] == 1
+        return single
+
+    def are_free(self, cells: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which of these cells have no owner."""
+        free: npt.NDArray[np.bool_] = self._n_owners[cells] == 0
+        return free
+
+    @property
+    def tops(self) -> npt.NDArray[np.int32]:
+        """Per run one past the highest used offset in it, 0 for a free one; not to be written to."""
+        return self._tops
+
+    def _find_tops(self, cells: npt.NDArray[np.integer[Any]]) -> None:
+        """Counts the runs of these cells anew."""
+        runs = cells // self.run
         runs = runs[np.concatenate(([True], runs[1:] != runs[:-1]))]
         used = self._n_owners.reshape(-1, self.run)[runs] != 0
         self._tops[runs] = np.where(used.any(axis=1), self.run - used[:, ::-1].argmax(axis=1), 0)

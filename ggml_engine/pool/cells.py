@@ -27,6 +27,7 @@ from ggml_engine.errors import (
 )
 from ggml_engine.pool.arguments import checked_count, checked_int, checked_integers, checked_option
 from ggml_engine.pool.cell_table import CellTable
+from ggml_engine.pool.compaction import Move, plan_move
 from ggml_engine.pool.read_plan import ReadGeometry, VisibleCells, WindowRead, plan_read, plan_read_by_position
 
 # Cells are indices of rows, which ggml takes as i32.
@@ -258,6 +259,41 @@ class CellCache:
             raise PoolFullError(ids.size, ids.size - n_missing, self.capacity)
         return Step(self, ids, expected, tuple(extensions))
 
+    # Moving the cells of a sequence together.
+
+    def plan_move(self, sequence: int) -> Move | None:
+        """The move that saves most stretches of this sequence's cells for each cell that it moves; changes nothing.
+
+        Only cells that nobody else owns move, to free ones. None when no move saves a stretch, for want of room too, or
+        while a step of the sequence was placed and not committed. Raises UnknownSequenceError.
+        """
+        found = self._find(sequence)
+        if found.claim is not None:
+            return None
+        return plan_move(self._table, self._geometry.read_block, found.id, found.cells, found.revision)
+
+    def check_move(self, move: Move) -> None:
+        """Raises StepError when the move is stale: when its sequence, or an owner of its cells, is not as planned."""
+        found = self._sequences.get(move.sequence)
+        is_as_planned = (
+            found is not None
+            and found.revision == move.revision  # so it has no claim, and its rows are those that were copied
+            and np.array_equal(found.cells[move.begin :], move.old)
+            and self._table.have_one_owner(move.old).all()
+            and self._table.are_free(move.new).all()
+        )
+        if not is_as_planned:
+            raise StepError(f"the move of {move.n_cells} cells of sequence {move.sequence} is stale: plan it again")
+
+    def apply_move(self, move: Move) -> None:
+        """Lets the sequence own its new cells in place of the old ones, which become free. Their K and V were copied.
+
+        Steps that were declared before can still be placed. Raises StepError, and changes nothing, for a stale move.
+        """
+        self.check_move(move)
+        self._sequences[move.sequence].cells[move.begin :] = move.new
+        self._table.move(move.old, move.new)
+
     # For people who check engines.
 
     @property
@@ -458,6 +494,11 @@ class Placement:
     def rows_read(self) -> tuple[int, ...]:
         """How many rows of the pool each window reads, padding included."""
         return tuple(read.n_rows for read in self.reads)
+
+    @property
+    def sequence_ids(self) -> tuple[int, ...]:
+        """The distinct sequences of the step, ascending."""
+        return tuple(sequence.id for sequence in self._held)
 
     def commit(self) -> None:
         """Counts the placed tokens into the lengths of their sequences.

@@ -15,12 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.errors import CacheError, OptionError
-from ggml_engine.ggml.backends import Backend, Buffer, TensorContext, allocate_tensors, get_data, set_data
+from ggml_engine.ggml.backends import Backend, Buffer, Graph, TensorContext, allocate_tensors, get_data, set_data
 from ggml_engine.ggml.library import Libraries
 from ggml_engine.ggml.ops import GraphBuilder, Tensor
 from ggml_engine.models.config import KvLayer
+from ggml_engine.pool.compaction import Piece
 from ggml_engine.pool.kv_types import KvFormat, decode
-from ggml_engine.pool.read_plan import Comb
+from ggml_engine.pool.read_plan import Comb, group_spans
+
+# Bounds the memory of a copy's graph; a move has few copies, since most have pieces at equal distances.
+_COPIES_PER_GRAPH = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,36 @@ def _teeth(
     if comb.n_teeth > 1:
         shape, strides = (*shape, comb.n_teeth), (*strides, comb.stride * row_stride)
     return b.view(x, shape, strides, comb.lo * row_stride, name)
+
+
+def _rows(b: GraphBuilder, x: Tensor, comb: Comb) -> Tensor:
+    return _teeth(b, x, (x.ne[0], comb.n_rows), (x.nb[1],), comb, x.nb[1], "")
+
+
+def _columns(b: GraphBuilder, x: Tensor, comb: Comb) -> Tensor:
+    return _teeth(b, x, (comb.n_rows, x.ne[1]), (x.nb[1],), comb, x.nb[0], "")
+
+
+def _ranges(piece: Piece) -> tuple[tuple[int, int], tuple[int, int]]:
+    source, target, n_rows = piece
+    return (source, n_rows), (target, n_rows)
+
+
+def _copies(pieces: Sequence[Piece]) -> list[tuple[Comb, Comb]]:
+    """Pieces as sources and targets of copies: equally long ones at equal distances are one, which saves nodes."""
+    copies = []
+    start = 0
+    for source in group_spans([(first, n) for first, _, n in pieces], 2):
+        rest = [(first, n) for _, first, n in pieces[start : start + source.n_teeth]]
+        start += source.n_teeth
+        targets = group_spans(rest, 2)
+        n_done = 0
+        for target in targets:
+            lo = source.lo + n_done * source.stride
+            stride = source.stride if target.n_teeth > 1 else 0
+            copies.append((Comb(lo, source.n_rows, target.n_teeth, stride), target))
+            n_done += target.n_teeth
+    return copies
 
 
 class GgmlKvPool:
@@ -160,6 +194,38 @@ class GgmlKvPool:
                 wide[:, : table.shape[1]] = table
                 raw = wide.ravel()
             set_data(self.libraries, target, raw)
+
+    def copy_rows(self, pieces: Sequence[Piece], backends: Sequence[Backend]) -> int:
+        """Copies the rows of every piece (first row, first row of the copy, number of rows), and returns the bytes.
+
+        Pieces and copies have no row in common, and all are stored. `backends` as in `Graph`. Graphs over this pool
+        stay valid. Raises NativeError; then some copies may have been made, and the rows copied are as they were.
+        """
+        if not all(first >= 0 and first + n <= self.rows for piece in pieces for first, n in _ranges(piece)):
+            raise CacheError(f"rows to copy lie outside of the {self.rows} that are stored")
+        combs = _copies(pieces)
+        for start in range(0, len(combs), _COPIES_PER_GRAPH):
+            self._copy_combs(combs[start : start + _COPIES_PER_GRAPH], backends)
+        return sum(n for _, _, n in pieces) * self.bytes_per_cell
+
+    def _copy_combs(self, combs: Sequence[tuple[Comb, Comb]], backends: Sequence[Backend]) -> None:
+        b = GraphBuilder(self.libraries, 6 * len(self.layers) * len(combs), 2 * len(self.layers))
+        try:
+            for il, storage in enumerate(self._storage):
+                for source, target in combs:
+                    view = _rows if self.format.v_layout == "rows" else _columns
+                    k, k_copy = _rows(b, storage.k, source), _rows(b, storage.k, target)
+                    v, v_copy = view(b, storage.v, source), view(b, storage.v, target)
+                    b.expand(b.copy(k, k_copy, f"blk.{il}.k_copy"))
+                    b.expand(b.copy(v, v_copy, f"blk.{il}.v_copy"))
+            graph = Graph(b, backends, f"copy of {len(combs)} pieces of the pool")
+        except BaseException:
+            b.free()
+            raise
+        try:
+            graph.compute()
+        finally:
+            graph.free()
 
     # ---- the graph's side
 

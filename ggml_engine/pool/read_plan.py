@@ -85,6 +85,15 @@ class WindowRead:
         """The cell of every mask column, i64 [n_rows], ascending."""
         return np.concatenate([np.arange(lo, lo + n, dtype=np.int64) for lo, n in self.spans])
 
+    def count_own_spans(self) -> list[int]:
+        """For each sequence of the step, ascending, how many spans hold visible cells of no other one."""
+        ends = np.cumsum([n for _, n in self.spans])
+        touched = np.zeros((len(self._groups), ends.size), np.bool_)
+        for row, group in zip(touched, self._groups, strict=True):
+            row[np.searchsorted(ends, group.columns, side="right")] = True
+        own: list[int] = (touched & (touched.sum(axis=0) == 1)).sum(axis=1).tolist()
+        return own
+
     def fill_mask(self, out: MaskArray) -> None:
         """Writes the mask to `out` [n_tokens, n_rows], float16 or float32: 0 where visible, -inf elsewhere.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy.typing as npt
 
@@ -18,6 +18,7 @@ from ggml_engine.ggml.library import Libraries
 from ggml_engine.models.config import KvLayer
 from ggml_engine.pool.cell_cache import GgmlCellCache, GgmlSequenceCache
 from ggml_engine.pool.cells import BatchControl, Step
+from ggml_engine.pool.compaction import Move
 from ggml_engine.pool.kv_pool import GgmlKvPool
 from ggml_engine.pool.kv_types import KvFormat
 
@@ -45,6 +46,17 @@ class GgmlCache(BatchControl, Protocol):
 
     def free(self) -> None:
         """Free the storage; idempotent."""
+
+
+@runtime_checkable
+class MovesCells(Protocol):
+    """What a cache has besides, in which the cells of a sequence can be moved together."""
+
+    def plan_move(self, sequence: int) -> Move | None:
+        """A move worth its cells, or None; see `CellCache.plan_move`."""
+
+    def move(self, move: Move, backends: Sequence[Backend]) -> int:
+        """Make it, and return the bytes copied; see `GgmlCellCache.move`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,5 +28,6 @@ class SequenceCache(CellCache):
         return super().open()
 
     def clone(self, source: int, upto: int) -> int:
-        """Raises CacheError: a second sequence would need cells of its own."""
+        """Raises CacheError: a second sequence would need cells of its own; UnknownSequenceError for no such source."""
+        self.length(source)
         raise CacheError(f"a cache of kind 'sequence' cannot clone (asked for {upto} of sequence {source})")

@@ -63,6 +63,45 @@ class NaiveCells:
         """Count placed cells into the sequence's length."""
         self.committed[sequence] = len(self.held[sequence])
 
+    # Moves.
+
+    def move(self, sequence: int, begin: int, cells: list[int]) -> None:
+        """Lets the positions from `begin` on, all of them, hold these cells in place of those that they hold."""
+        held = self.held[sequence]
+        if len(cells) != len(held) - begin:
+            raise CacheError(f"{len(cells)} cells for positions {begin} to {len(held)}")
+        for position, cell in enumerate(cells, begin):
+            if not self.is_free(cell) or cell % self.run != position % self.run:
+                raise CacheError(f"cell {cell} cannot be position {position}")
+            if self.owners[held[position]] != 1 << sequence:
+                raise CacheError(f"cell {held[position]} of position {position} is shared")
+        for position, cell in enumerate(cells, begin):
+            self.owners[held[position]] = 0
+            self.owners[cell] = 1 << sequence
+            self.positions[cell] = position
+            held[position] = cell
+
+    def best_move(self, sequence: int) -> tuple[int, int] | None:
+        """(cells moved, stretches saved) of the best move to one stretch whose runs are free to their ends.
+
+        Best is the most stretches for a cell, then the most stretches; None when none saves any.
+        """
+        held = self.held[sequence]
+        best = None
+        for begin in range(len(held)):
+            if any(self.owners[cell] != 1 << sequence for cell in held[begin:]):
+                continue
+            for first in range(begin % self.run, self.capacity, self.run):
+                last = first + len(held) - begin - 1
+                end = last - last % self.run + self.run
+                if end > self.capacity or not all(self.is_free(cell) for cell in range(first, end)):
+                    continue
+                moved = [*held[:begin], *range(first, last + 1)]
+                n_cells, n_saved = len(held) - begin, _n_stretches(held) - _n_stretches(moved)
+                if n_saved > 0 and (best is None or (n_saved / n_cells, n_saved) > (best[1] / best[0], best[1])):
+                    best = (n_cells, n_saved)
+        return best
+
     # Admission and placement.
 
     def is_free(self, cell: int) -> bool:
@@ -151,3 +190,7 @@ class NaiveCells:
                 if cell in seen:
                     mask[i, j] = 0
         return mask
+
+
+def _n_stretches(cells: list[int]) -> int:
+    return sum(i == 0 or cells[i] != cells[i - 1] + 1 for i in range(len(cells)))

@@ -80,15 +80,44 @@ class Libllama:
 
         What the cache holds from `start_position` on is dropped first. Raises ComputeError with libllama's status.
         """
+        ids = [int(token) for token in tokens]
+        batch = self._llama.llama_batch_init(len(ids), 0, 1)
+        for i, token in enumerate(ids):
+            batch.token[i] = token
+        return self._decode(batch, len(ids), start_position, wants_logits, sequence)
+
+    def forward_embeddings(
+        self,
+        rows: npt.NDArray[np.float32],
+        start_position: int = 0,
+        *,
+        wants_logits: Sequence[bool] | npt.NDArray[np.bool_] | None = None,
+        sequence: int = 0,
+    ) -> npt.NDArray[np.float32]:
+        """As `forward`, of embeddings f32 [rows, n_embd] in the place of tokens. Raises InputError for other shapes."""
+        n_embd = int(self._llama.llama_model_n_embd(self._model))
+        if rows.ndim != 2 or rows.shape[1] != n_embd or not len(rows):
+            raise InputError(f"embeddings are [rows, {n_embd}], got an array of shape {rows.shape}")
+        values = np.ascontiguousarray(rows, np.float32)
+        batch = self._llama.llama_batch_init(len(rows), n_embd, 1)
+        ctypes.memmove(batch.embd, values.ctypes.data, values.nbytes)
+        return self._decode(batch, len(rows), start_position, wants_logits, sequence)
+
+    def _decode(
+        self,
+        batch: Any,
+        n: int,
+        start_position: int,
+        wants_logits: Sequence[bool] | npt.NDArray[np.bool_] | None,
+        sequence: int,
+    ) -> npt.NDArray[np.float32]:
+        """Compute a batch whose tokens or embeddings are set, and free it."""
         llama = self._llama
-        self.rewind(start_position, sequence)
-        n = len(tokens)
-        wanted = np.ones(n, np.bool_) if wants_logits is None else np.asarray(wants_logits, np.bool_)
-        batch = llama.llama_batch_init(n, 0, 1)
         try:
+            self.rewind(start_position, sequence)
+            wanted = np.ones(n, np.bool_) if wants_logits is None else np.asarray(wants_logits, np.bool_)
             batch.n_tokens = n
-            for i, token in enumerate(tokens):
-                batch.token[i] = int(token)
+            for i in range(n):
                 batch.pos[i] = start_position + i
                 batch.n_seq_id[i] = 1
                 batch.seq_id[i][0] = sequence

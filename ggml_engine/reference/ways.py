@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ggml_engine.errors import CacheError
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.executor import GgmlExecutor
 from ggml_engine.ggml.gguf import GGUFArray, GGUFFile
@@ -92,8 +93,11 @@ class Run:
 
     def clone(self, source: int, upto: int) -> int:
         """A clone, closed with this."""
-        self._open.append(self._executor.clone(source, upto))
-        return self._open[-1]
+        clone = self._executor.clone(source, upto)
+        if clone is None:
+            raise CacheError(f"no clone of {upto} positions of sequence {source} could be had")
+        self._open.append(clone)
+        return clone
 
     def rewind(self, sequence: int, to: int) -> None:
         """Drop what a sequence holds from `to` on."""

@@ -51,7 +51,7 @@ def test_the_readme_shows_one_command_for_the_answer_and_one_for_the_tests() -> 
 
 
 def test_the_first_python_example_runs(tmp_path: Path) -> None:
-    example, _ = blocks("python")
+    example, _, _ = blocks("python")
     (tmp_path / "example.py").write_text(example, encoding="utf-8")
     done = run_module("-W", "error", "example.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -60,8 +60,17 @@ def test_the_first_python_example_runs(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+def test_the_example_of_sessions_runs(tmp_path: Path) -> None:
+    _, example, _ = blocks("python")
+    (tmp_path / "example.py").write_text(example, encoding="utf-8")
+    done = run_module("-W", "error", "example.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("length") == 3
+    assert done.stderr == ""
+
+
 def test_the_example_of_many_sequences_runs(tmp_path: Path) -> None:
-    _, example = blocks("python")
+    _, _, example = blocks("python")
     (tmp_path / "example.py").write_text(example, encoding="utf-8")
     done = run_module("-W", "error", "example.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -181,3 +181,24 @@ def test_what_is_dropped_is_given_back(drop: Callable[[], None]) -> None:
         drop()
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before
     assert grown < 64 * MIB, "24 times 16 MiB were not"
+
+
+def test_host_memory_of_a_tensor_is_read_and_written_in_place() -> None:
+    libraries = library.load()
+    builder = backends.GraphBuilder(libraries, 8)
+    x = builder.input("x", TensorType.F32, 3, 2)
+    turned = builder.permute(x, 1, 0, 2, 3)
+    y = builder.output(builder.scale(x, 2.0), "y")
+    assert backends.host_view(libraries, y) is None  # no memory yet
+    backend = Backend(libraries, backends.cpu_device(libraries), 1)
+    graph = Graph(builder, [backend], "doubling")
+    given, found = backends.host_view(libraries, x), backends.host_view(libraries, y)
+    assert given is not None
+    assert found is not None
+    given[:] = np.arange(6, dtype=np.float32).data.cast("B")
+    graph.compute()
+    assert np.frombuffer(found, np.float32).tolist() == [0, 2, 4, 6, 8, 10]
+    assert backends.get_array(libraries, y).tolist() == [[0, 2, 4], [6, 8, 10]]
+    assert backends.host_view(libraries, turned) is None  # not contiguous
+    graph.free()
+    backend.free()

@@ -93,8 +93,11 @@ def test_the_sequence_cache_refuses_a_second_and_a_clone_and_changes_nothing(mod
         with pytest.raises(CacheError, match=f"sequence {sequence}|, {sequence} is open.*'batched_cell'"):
             executor.open()
         for upto in (0, 5, 9):
+            assert executor.clone(sequence, upto) is None
             with pytest.raises(CacheError, match="cannot clone"):
-                executor.clone(sequence, upto)
+                executor.cache.clone(sequence, upto)
+        with pytest.raises(UnknownSequenceError):
+            executor.clone(sequence + 1, 0)
         with pytest.raises(UnknownSequenceError):
             executor.forward(Batch.of_sequence(sequence + 1, [5]))
         with pytest.raises(PositionError):

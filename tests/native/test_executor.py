@@ -224,7 +224,7 @@ def fail_reading(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
     def get(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(executor_module, "get_data", get)
+    monkeypatch.setattr(executor_module, "host_view", get)
     return MemoryError
 
 

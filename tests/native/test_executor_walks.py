@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engines import executor_over, loaded
+from moves import move_now
 from naive import NaiveModel
 from tiny_models import VOCAB, write_gemma3, write_llama
 
@@ -43,9 +44,11 @@ class Walk:
         self.n_compared = 0
         self.n_failed = 0
         self.n_refused = 0
+        self.n_moved = 0
 
     def command(self) -> None:
         commands = [self.forward] * 6 + [self.open] * 2 + [self.clone, self.rewind, self.close, self.fail]
+        commands += [self.move] * 2
         self.rng.choice(commands if self.histories else [self.open])()
         self.check()
 
@@ -78,6 +81,9 @@ class Walk:
         to = self.rng.randint(0, len(self.histories[sequence]))
         self.executor.rewind(sequence, to)
         del self.histories[sequence][to:]
+
+    def move(self) -> None:
+        self.n_moved += move_now(self.executor, self.any_sequence()) is not None
 
     def batch(self) -> tuple[Batch, dict[int, list[int]]]:
         """Tokens of up to four sequences, in chunks or interleaved; what each history becomes."""
@@ -163,10 +169,11 @@ def walk(model: Model, seed: int, n_commands: int) -> Walk:
 
 
 def test_random_interleavings_agree_with_every_sequence_alone(model: Model) -> None:  # R64, R69, R71, R74
-    walks = [walk(model, seed, 40) for seed in range(16)]
+    walks = [walk(model, seed, 48) for seed in range(16)]
     assert sum(walked.n_compared for walked in walks) > 1000
     assert sum(walked.n_failed for walked in walks) > 10
     assert sum(walked.n_refused for walked in walks) > 5
+    assert sum(walked.n_moved for walked in walks) > 10
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The four families: batches, clones, windows, refusals, each against attention by definition, one sequence at a time.
 
-They are the acceptance of many sequences in one pool. What each must notice when it is broken is kept as patches
+They are the acceptance of many sequences in one pool, also when cells move before every step in which that saves a
+stretch. What each must notice when it is broken is kept as patches
 (tests/reverts). In every family sessions come and go beside the ones compared: a freed cell that somebody still owned
 is soon written by a newcomer.
 """
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from cell_walk import state_of
 from engines import batch_of, loaded
+from moves import move_at_every_step
 from side_by_side import SideBySide, side_by_side
 from tiny_models import VOCAB, write_gemma3, write_llama
 
@@ -43,6 +45,13 @@ def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
         yield model
 
 
+@pytest.fixture(params=[False, True], ids=["moved as it pays", "moved at every step"], autouse=True)
+def is_eager(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param:
+        move_at_every_step(monkeypatch)
+    return bool(request.param)
+
+
 def come_and_go(sides: SideBySide, sequence: int, n: int = 7) -> int:
     """A clone of `sequence` is rewound and closed, and a newcomer takes `n` cells: those of others must stay."""
     clone = sides.clone(sequence)
@@ -62,7 +71,7 @@ class TestBatches:
     @pytest.mark.parametrize("kv", ["f32", "f16"])
     @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
     def test_two_prefill_apart_and_decode_together_over_storage_that_grows_from_one_row(
-        self, model: Model, mode: dict[str, Any], kv: str, max_graphs: int
+        self, model: Model, mode: dict[str, Any], kv: str, max_graphs: int, is_eager: bool
     ) -> None:  # R70, R71, R72
         options = {**mode, **FROM_ONE_ROW, "k_type": kv, "v_type": kv, "max_graphs": max_graphs}
         with side_by_side(model, capacity=64, **options) as sides:
@@ -73,7 +82,10 @@ class TestBatches:
             sides.step({a: 7})
             sides.step({b: 6})
             sides.decode([a, b], 6)
-            assert (pool.rows, pool.n_grown) == (36, 4)  # 1, 2, 9, 18, 36
+            if is_eager:
+                assert sides.executor.stats()["moves"] > 0
+            else:
+                assert (pool.rows, pool.n_grown) == (36, 4)  # 1, 2, 9, 18, 36
             assert len(sides.executor.graphs) <= max_graphs
 
     @pytest.mark.parametrize("max_graphs", [1, 32])

@@ -194,6 +194,39 @@ def test_cont_2d_copies_under_a_new_shape() -> None:
     close(evaluate(build), a.transpose(1, 0, 2).reshape(4, 24))
 
 
+@pytest.mark.parametrize("kind", [F32, F16, BF16, Q8_0])
+def test_copy_fills_the_rows_of_a_view_and_leaves_the_others(kind: TensorType) -> None:
+    a = random(5, 64)
+
+    def build(bench: Bench) -> Tensor:
+        source, target = bench.input(a, kind), bench.zeros(kind, 64, 6)
+        row = kind.row_bytes(64)
+        pairs = [(bench.builder.view(x, (64, 2), (2 * row,), first * row)) for x, first in ((source, 1), (target, 2))]
+        bench.builder.expand(bench.builder.copy(*pairs))
+        return target
+
+    expected = np.zeros((6, 64), np.float32)
+    expected[[2, 4]] = a[[1, 3]]
+    close(evaluate(build), expected, EPSILON.get(kind, 0.0))
+
+
+def test_copy_fills_part_of_every_column() -> None:
+    a = random(3, 8)
+
+    def build(bench: Bench) -> Tensor:
+        source, target = bench.input(a, F16), bench.zeros(F16, 10, 3)
+        bench.builder.expand(
+            bench.builder.copy(
+                bench.builder.view(source, (4, 3), (16,), 2), bench.builder.view(target, (4, 3), (20,), 10)
+            )
+        )
+        return target
+
+    expected = np.zeros((3, 10), np.float32)
+    expected[:, 5:9] = a[:, 1:5]
+    close(evaluate(build), expected, EPSILON[F16])
+
+
 @pytest.mark.parametrize("source", [F32, F16, BF16])
 @pytest.mark.parametrize("target", [F32, F16, BF16])
 def test_cast_changes_the_type_and_packs(source: TensorType, target: TensorType) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,6 +24,11 @@ class Geometry:
 
     def build(self) -> CellCache:
         return CellCache(self.capacity, self.windows, run=self.run, read_block=self.read_block)
+
+
+def n_stretches(cells: Sequence[int]) -> int:
+    """How many pieces of consecutive cells there are."""
+    return sum(i == 0 or cell != cells[i - 1] + 1 for i, cell in enumerate(cells))
 
 
 GEOMETRIES = (
@@ -73,6 +78,7 @@ class Walk:
         self.cache = geometry.build()
         self.model = NaiveCells(geometry.capacity, geometry.run)
         self.issued: set[int] = set()
+        self.n_moves = 0
 
     @property
     def open_sequences(self) -> list[int]:
@@ -100,6 +106,34 @@ class Walk:
         self.cache.rewind(sequence, to)
         self.model.rewind(sequence, to)
         self.check()
+
+    def compact(self, sequence: int) -> None:
+        """Moves a sequence's cells together, if that saves a stretch; the move is stale once it was made."""
+        before = state_of(self.cache)
+        move = self.cache.plan_move(sequence)
+        assert state_of(self.cache) == before
+        best = None if self.is_claimed(sequence) else self.model.best_move(sequence)
+        if move is None:
+            assert best is None
+            return
+        assert not self.is_claimed(sequence)
+        assert best is None or move.n_saved * best[0] >= best[1] * move.n_cells
+        cells = self.model.held[sequence]
+        assert (move.sequence, move.old.tolist()) == (sequence, cells[move.begin :])
+        assert n_stretches(cells) == move.n_stretches
+        new = move.new.tolist()
+        assert new == sorted(new)
+        assert move.extent == new[-1] + 1 <= self.cache.capacity
+        pieces = move.pieces()
+        for index, cells_named in ((0, move.old), (1, move.new)):
+            assert [piece[index] + i for piece in pieces for i in range(piece[2])] == cells_named.tolist()
+        self.model.move(sequence, move.begin, new)
+        self.cache.apply_move(move)
+        assert n_stretches(cells) == move.n_stretches - move.n_saved < move.n_stretches
+        self.check()
+        self.n_moves += 1
+        with refused(self.cache, StepError, match="stale"):
+            self.cache.apply_move(move)
 
     def refuse_bad_numbers(self, sequence: int) -> None:
         length = self.model.committed[sequence]
@@ -216,24 +250,28 @@ class Walk:
         self.check()
 
 
-def random_walk(geometry: Geometry, seed: int, n_commands: int, crowding: float = 0) -> Walk:
+def random_walk(geometry: Geometry, seed: int, n_commands: int, crowding: float = 0, moving: float = 0) -> Walk:
     """A walk of random commands; the same seed gives the same walk.
 
-    `crowding` is the chance that a command which would give up cells is replaced by one that takes some: a crowded pool
-    is one where runs are broken into pieces.
+    `crowding` is the chance that a command which would give up cells, or move some together, is replaced by one that
+    takes some: a crowded pool is one where runs are broken into pieces. `moving` is the chance that after a command all
+    sequences are moved together.
     """
     rng = random.Random(seed)
     walk = Walk(geometry)
     walk.open()
     for _ in range(n_commands):
         _random_command(walk, rng, crowding)
+        if moving and rng.random() < moving:
+            for sequence in walk.open_sequences:
+                walk.compact(sequence)
     return walk
 
 
 def _random_command(walk: Walk, rng: random.Random, crowding: float) -> None:
     sequences = walk.open_sequences
     draw = rng.random()
-    if (0.1 <= draw < 0.2 or 0.35 <= draw < 0.5) and rng.random() < crowding:
+    if (0.1 <= draw < 0.2 or 0.35 <= draw < 0.5 or 0.53 <= draw < 0.6) and rng.random() < crowding:
         draw = 0.9
     if not sequences or (draw < 0.1 and len(sequences) < 9):
         walk.open()
@@ -249,6 +287,8 @@ def _random_command(walk: Walk, rng: random.Random, crowding: float) -> None:
         walk.rewind(chosen, rng.randint(0, length))
     elif draw < 0.53:
         walk.refuse_bad_numbers(chosen)
+    elif draw < 0.6:
+        walk.compact(chosen)
     else:
         members = rng.sample(sequences, rng.randint(1, min(4, len(sequences))))
         longest = rng.choice((1, 1, 3, 8, walk.geometry.run + 3))

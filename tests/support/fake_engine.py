@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from ggml_engine.control.generation import Prefill, Update
 from ggml_engine.errors import ChatTemplateError
 
 
 class FakeGeneration:
     """Gives `pieces`; a callable among them is called instead of shown, for things that happen meanwhile."""
 
-    def __init__(self, pieces: list[str | Callable[[], Any]], on_prefill: Any, prompt_tokens: int) -> None:
+    def __init__(self, pieces: list[str | Callable[[], Any]], prompt_tokens: int) -> None:
         self.pieces = pieces
-        self.on_prefill = on_prefill
         self.text = ""
         self.tokens: list[int] = []
         self.reason: Any = None
@@ -27,8 +27,9 @@ class FakeGeneration:
     def cancel(self) -> None:
         self.cancelled = True
 
-    def __iter__(self) -> Iterator[str]:
-        self.on_prefill(self.stats.evaluated_tokens, self.stats.evaluated_tokens)
+    def updates(self) -> Iterator[Update]:
+        n = self.stats.evaluated_tokens
+        yield Update(prefill=Prefill(n, n, 10.0))
         for number, piece in enumerate(self.pieces):
             if self.cancelled:
                 break
@@ -39,7 +40,7 @@ class FakeGeneration:
             self.tokens.append(number)
             self.stats.generated_tokens += 1
             self.stats.first_token_s = 0.125
-            yield piece
+            yield Update((number,), piece)
         self.reason = SimpleNamespace(value="cancelled" if self.cancelled else "finished")
 
 
@@ -73,24 +74,24 @@ class FakeEngine:
             raise ChatTemplateError("fake.gguf has no chat template")
         return SimpleNamespace(check=lambda: None)
 
-    def _generation(self, config: Any, on_prefill: Any) -> FakeGeneration:
+    def _generation(self, config: Any) -> FakeGeneration:
         self.config = config
-        return FakeGeneration(self.pieces, on_prefill, self.prompt_tokens)
+        return FakeGeneration(self.pieces, self.prompt_tokens)
 
-    def generate(self, prompt: str, config: Any, *, parse_special: bool, on_prefill: Any) -> FakeGeneration:
+    def generate(self, prompt: str, config: Any, *, parse_special: bool) -> FakeGeneration:
         self.asked.append(("generate", (prompt, parse_special)))
-        return self._generation(config, on_prefill)
+        return self._generation(config)
 
-    def chat(self, messages: list[dict[str, str]], config: Any, *, on_prefill: Any) -> FakeGeneration:
+    def chat(self, messages: list[dict[str, str]], config: Any) -> FakeGeneration:
         self.asked.append(("chat", messages))
-        return self._generation(config, on_prefill)
+        return self._generation(config)
 
     def conversation(self, system: str | None) -> Any:
         self.asked.append(("conversation", system))
 
-        def send(text: str, config: Any, on_prefill: Any) -> FakeGeneration:
+        def send(text: str, config: Any) -> FakeGeneration:
             self.asked.append(("send", text))
-            return self._generation(config, on_prefill)
+            return self._generation(config)
 
         return SimpleNamespace(send=send)
 

@@ -13,7 +13,7 @@ from ggml_engine.control.commands import RefuseCommand, StartCommand
 from ggml_engine.control.config import GenConfig
 from ggml_engine.control.generation import Generation, Reason, Update
 from ggml_engine.control.session import Session
-from ggml_engine.errors import InputError, SessionBusyError, SessionError
+from ggml_engine.errors import ClosedError, InputError, SessionBusyError
 
 
 class CallbackError(Exception):
@@ -49,7 +49,7 @@ class GeneratingCallers(Callers):
         generation = ModelGeneration(model, asked, len(self.asked))
         self.asked.append(generation)
         if session.id in self.model.closing:
-            generation.refusal = SessionError
+            generation.refusal = ClosedError
         elif not all(0 <= token < N_VOCAB for token in asked.tokens):
             generation.refusal = InputError
         elif model.is_busy:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 CROWDED = Geometry(64, 8, 4, (0, 3))
+ROOMY = Geometry(160, 4, 8, (0, 3))
 INDEX = st.integers(0, 30)
 
 
@@ -54,6 +55,11 @@ class CellCacheMachine(RuleBasedStateMachine):
         self.walk.refuse_bad_numbers(self.pick(index))
 
     @precondition(lambda self: self.walk.open_sequences)
+    @rule(index=INDEX)
+    def compact(self, index: int) -> None:
+        self.walk.compact(self.pick(index))
+
+    @precondition(lambda self: self.walk.open_sequences)
     @rule(
         members=st.lists(st.tuples(INDEX, st.sampled_from((1, 1, 2, 5, 17, 70))), min_size=1, max_size=4),
         outcome=st.sampled_from(("commit", "commit", "commit", "fail", "misplace")),
@@ -89,10 +95,16 @@ def test_a_walk_through_a_crowded_pool_agrees_with_the_naive_model(seed: int) ->
     assert walk.model.n_pieces > 0, "the walk never came to broken runs: it shows nothing"
 
 
+@pytest.mark.parametrize("geometry", [*GEOMETRIES, ROOMY], ids=str)
+def test_walks_in_which_cells_are_moved_together_agree_with_the_naive_model(geometry: Geometry) -> None:  # R73 R74
+    walks = [random_walk(geometry, seed, 50, crowding, moving=0.3) for crowding in (0, 0.4, 0.8) for seed in range(2)]
+    assert sum(walk.n_moves for walk in walks) > 0, "nothing was moved: it shows nothing"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1_000, 1_300), ids="seed={}".format)
 def test_a_long_random_walk_agrees_with_the_naive_model(seed: int) -> None:  # R71 R73 R74
-    walk = random_walk(GEOMETRIES[seed % len(GEOMETRIES)], seed, 100, crowding=seed % 3 * 0.4)
+    walk = random_walk(GEOMETRIES[seed % len(GEOMETRIES)], seed, 100, seed % 3 * 0.4, seed % 2 * 0.3)
     for sequence in walk.open_sequences:
         walk.close(sequence)
     assert walk.cache.free_cells == walk.cache.capacity

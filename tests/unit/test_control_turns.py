@@ -18,7 +18,7 @@ from ggml_engine.control.generation import Generation, Reason
 from ggml_engine.control.options import RunnerOptions
 from ggml_engine.control.runner import Runner
 from ggml_engine.control.session import Session
-from ggml_engine.errors import ComputeError, PoolFullError, SessionError
+from ggml_engine.errors import ClosedError, ComputeError, PoolFullError
 from ggml_engine.ggml.sampler_config import SamplerConfig
 
 
@@ -113,7 +113,7 @@ def test_a_closed_session_says_so_and_one_that_is_closed_later_is_cancelled(hand
     hand.turns(2)
     assert before.reason is Reason.CANCELLED
     assert after.reason is Reason.FAILED
-    with pytest.raises(SessionError, match="closed"):
+    with pytest.raises(ClosedError, match="closed"):
         after.result(0)
 
 

@@ -13,7 +13,23 @@ import pytest
 import ggml_engine
 from ggml_engine import errors
 
-NAMES = {"Conversation", "Engine", "GGUFFile", "GenConfig", "Generation", "SamplerConfig", "__version__"}
+NAMES = {
+    "Conversation",
+    "Engine",
+    "GGUFFile",
+    "GenConfig",
+    "Generation",
+    "SamplerConfig",
+    "__version__",
+    "EmbeddingInput",
+    "PreparedInput",
+    "Reason",
+    "Runner",
+    "RunnerOptions",
+    "Session",
+    "TokenLogprobs",
+    "Update",
+}
 ERRORS = {
     name
     for name, value in vars(errors).items()

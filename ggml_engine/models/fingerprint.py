@@ -1,0 +1,37 @@
+"""A name for a model that follows from what its K/V and logits depend on.
+
+Covered: the architecture's name, all hyperparameters, and of every tensor of the file its name, type, shape and
+`_SAMPLES` times `_SAMPLE_BYTES` bytes, first and last ones among them. Not covered: the other bytes of the weights (two
+files that differ in those alone have one fingerprint: what must not be mistaken for another needs a hash of the file),
+the vocabulary and the rest of the metadata, where the file lies and how it is split, and how it is executed: device,
+threads, K/V types, rearranged weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from ggml_engine.ggml.gguf import GGUFFile
+from ggml_engine.models.config import Hyperparameters
+
+_FORM = b"ggml-engine model fingerprint 1\n"
+_SAMPLES = 3
+_SAMPLE_BYTES = 64
+
+
+def fingerprint(file: GGUFFile, hp: Hyperparameters) -> str:
+    """64 hexadecimal digits, the same in every process. The file must be open; a few pages of each tensor are read."""
+    digest = hashlib.sha256(_FORM)
+    digest.update(f"{hp!r}\n".encode())  # numbers, names and tuples, every float to its last bit
+    for name, info in sorted(file.tensors.items()):
+        digest.update(f"{name!r} {info.type.name} {tuple(info.shape)}\n".encode())
+        data = file.tensor_bytes(name)
+        for start in _sample_starts(data.nbytes):
+            digest.update(data[start : start + _SAMPLE_BYTES])
+    return digest.hexdigest()
+
+
+def _sample_starts(n_bytes: int) -> list[int]:
+    """Where samples of a tensor begin: at equal distances, the last one ending where the tensor does."""
+    last = max(0, n_bytes - _SAMPLE_BYTES)
+    return [last * i // (_SAMPLES - 1) for i in range(_SAMPLES)]

@@ -1,0 +1,44 @@
+"""The examples run, and show what they say they show."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.source_tree
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments], capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_fan_out_reads_the_trunk_once() -> None:
+    shown = run("fan_out.py", "--trunk-tokens", "600", "--max-tokens", "8")
+    assert "4 clones" in shown
+    added = re.search(r"(\d+) cells more", shown)
+    assert added is not None
+    assert int(added[1]) <= 24  # what the trunk itself decoded meanwhile
+    counts = re.search(r"evaluated (\d+) prompt tokens in all; without sharing it had been (\d+)", shown)
+    assert counts is not None
+    assert int(counts[2]) - int(counts[1]) == 4 * 600
+    assert int(counts[1]) < 700
+
+
+def test_the_assistant_edits_and_cancels() -> None:
+    shown = run("assistant.py", "--max-tokens", "6")
+    assert "[work]" in shown
+    assert "[home]" in shown
+    kept = re.search(r"edited: (\d+) tokens were kept, (\d+) read", shown)
+    assert kept is not None
+    assert int(kept[1]) > int(kept[2]) > 0
+    assert "cancelled: cancelled" in shown
