@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -305,6 +306,28 @@ def test_on_settled_is_called_once_however_it_ends(how: str) -> None:  # R62
         }
         b.drain()
         assert seen == [generation.reason] == [expected[how]]
+
+
+def test_the_end_of_one_generation_may_begin_the_next() -> None:  # R62
+    with bench() as b:
+        session = b.open()
+        made: list[Generation] = []
+        done = threading.Event()
+
+        def again(handle: Generation) -> None:
+            made.append(handle)
+            if len(made) < 5:
+                kept.append(session.generate_async([len(made)], greedy(), max_tokens=3, on_settled=again))
+            else:
+                done.set()
+
+        kept = [session.generate_async([0], greedy(), max_tokens=3, on_settled=again)]
+        assert done.wait(WAIT_S)
+        history: list[int] = []
+        for i, generation in enumerate(made):
+            history.append(i)
+            assert generation.tokens == b.expected(history, 3), generation.error
+            history += generation.tokens
 
 
 # ---- callbacks

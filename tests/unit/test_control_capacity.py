@@ -299,6 +299,28 @@ def test_a_prefill_waits_for_the_cells_of_those_that_run() -> None:  # R50
         assert ends == ["one", "two"]
 
 
+@pytest.mark.parametrize("how", ["cancel", "close"])
+def test_a_prefill_that_waits_for_room_can_be_ended(how: str) -> None:  # R50
+    with bench(capacity=64, max_batch_tokens=16) as b:
+        first, second = b.open(), b.open()
+        with b.executor.holding_forward(after=20) as gate:
+            one = b.start(first, [1], 40)
+            gate.wait_held()
+            two = b.start(second, list(range(50)), 5)
+            gate.step()  # it waits: the step is of the first alone
+            assert [len(forward.chunks) for forward in b.executor.forwards] == [1] * 22
+            if how == "cancel":
+                two.cancel()
+            else:
+                second.close()
+            gate.step()
+            assert two.wait(WAIT_S)
+            assert two.reason is Reason.CANCELLED
+            assert one.reason is None
+        assert one.result(WAIT_S)
+        assert one.tokens == b.expected([1], 40)
+
+
 def test_a_custom_policy_chooses_the_victim() -> None:  # R50
     asked: list[list[int]] = []
 

@@ -361,6 +361,17 @@ def test_a_snapshot_from_a_callback_comes_before_a_ring_forgets() -> None:  # R1
         assert source.clone_async(len(PROMPT)).result(WAIT_S) is None, "one step later it must be too late"
 
 
+def test_a_ring_that_has_forgotten_refuses_also_after_a_rewind() -> None:  # R66
+    with bench(ring=8) as b:
+        source = b.open()
+        assert b.run(source, list(range(20)), 1) == b.expected(list(range(20)), 1)
+        assert source.rewind_async(5).result(WAIT_S) == 5
+        assert source.clone_async(5).result(WAIT_S) is None
+        assert len(b.executor.calls_of("clone")) == 1, "the executor has to say so: the position is committed"
+        b.executor._ring = None  # the control: without the mark of what was written it would be given
+        assert cloned(source, 5).tokens == [0, 1, 2, 3, 4]
+
+
 def test_a_boundary_that_is_not_committed_never_reaches_the_executor() -> None:  # R15
     with bench() as b:
         source = b.session_at()
