@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from ggml_engine.control.core import Core
 from ggml_engine.control.future import EngineFuture
-from ggml_engine.control.generation import GenerationState, Reason
+from ggml_engine.control.generation import GenerationState, without_frames
 from ggml_engine.control.session_state import SessionState
 from ggml_engine.control.text import TokenSampler
 from ggml_engine.errors import ClosedError, EngineError
@@ -25,6 +25,9 @@ MakeHandle = Callable[[SessionState], Handle]
 class OpenCommand(Generic[Handle]):
     """Open a session and hand out its handle."""
 
+    session = None
+    is_close = False
+
     def __init__(self, future: EngineFuture[Handle], make: MakeHandle[Handle]) -> None:
         self._future = future
         self._make: MakeHandle[Handle] | None = make
@@ -34,11 +37,11 @@ class OpenCommand(Generic[Handle]):
         make, self._make = self._make, None
         if make is None or not self._future.set_running_or_notify_cancel():
             return
+        core.make_room_for_a_session(None)
         try:
             state = core.scheduler.open()
         except Exception as error:
-            error.__traceback__ = None  # its frames would keep the engine alive
-            self._future.refuse(error)
+            self._future.refuse(without_frames(error))
             return
         handle = _handle_of(core, state, make)
         if handle is None:
@@ -55,6 +58,8 @@ class OpenCommand(Generic[Handle]):
 class CloneCommand(Generic[Handle]):
     """Clone a session up to a position (None: all that is committed) and hand out the child's handle, or None."""
 
+    is_close = False
+
     def __init__(
         self,
         future: EngineFuture[Handle | None],
@@ -66,7 +71,7 @@ class CloneCommand(Generic[Handle]):
     ) -> None:
         self._future = future
         self._make: MakeHandle[Handle] | None = make
-        self._source = source
+        self.session = source
         self._upto = upto
         self._is_snapshot = is_snapshot
 
@@ -75,9 +80,10 @@ class CloneCommand(Generic[Handle]):
         make, self._make = self._make, None
         if make is None or not self._future.set_running_or_notify_cancel():
             return
-        upto = self._source.position if self._upto is None else self._upto
+        upto = self.session.position if self._upto is None else self._upto
+        core.make_room_for_a_session(self.session)
         try:
-            state = core.scheduler.clone(self._source, upto, is_snapshot=self._is_snapshot)
+            state = core.scheduler.clone(self.session, upto, is_snapshot=self._is_snapshot)
         except Exception:
             log.exception("a clone failed")
             state = None
@@ -103,9 +109,11 @@ def _handle_of(core: Core, state: SessionState, make: MakeHandle[Handle]) -> Han
 class RewindCommand:
     """Rewind a session."""
 
+    is_close = False
+
     def __init__(self, future: EngineFuture[int], state: SessionState, to: int) -> None:
         self._future = future
-        self._state = state
+        self.session = state
         self._to = to
 
     def run(self, core: Core) -> None:
@@ -113,10 +121,9 @@ class RewindCommand:
         if not self._future.set_running_or_notify_cancel():
             return
         try:
-            position = core.scheduler.rewind(self._state, self._to)
+            position = core.scheduler.rewind(self.session, self._to)
         except Exception as error:
-            error.__traceback__ = None
-            self._future.refuse(error)
+            self._future.refuse(without_frames(error))
         else:
             self._future.settle(position)
 
@@ -128,12 +135,14 @@ class RewindCommand:
 class CloseCommand:
     """Close a session."""
 
+    is_close = True
+
     def __init__(self, state: SessionState) -> None:
-        self._state = state
+        self.session = state
 
     def run(self, core: Core) -> None:
         """See the class."""
-        core.scheduler.close(self._state)
+        core.scheduler.close(self.session)
 
     def refuse(self, core: Core) -> None:
         """See Command: everything is closed there."""
@@ -142,25 +151,28 @@ class CloseCommand:
 class StartCommand:
     """Start a generation that its session was claimed for."""
 
+    is_close = False
+
     def __init__(self, state: SessionState, generation: GenerationState, sampler: TokenSampler) -> None:
-        self._state = state
+        self.session = state
         self._generation = generation
         self._sampler = sampler
 
     def run(self, core: Core) -> None:
         """See the class."""
-        core.scheduler.start(self._state, self._generation, self._sampler)
+        core.scheduler.start(self.session, self._generation, self._sampler)
 
     def refuse(self, core: Core) -> None:
         """See Command."""
         self._sampler.close()
-        if self._generation.end(Reason.SHUTDOWN):
-            core.scheduler.counts["started"] += 1
-            core.scheduler.settle(self._generation)
+        core.scheduler.shut(self.session, self._generation)
 
 
 class RefuseCommand:
     """End a generation that cannot begin, on the thread that ends all others."""
+
+    session = None
+    is_close = False
 
     def __init__(self, generation: GenerationState, error: EngineError) -> None:
         self._generation = generation

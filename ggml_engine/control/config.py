@@ -22,7 +22,7 @@ class GenConfig:
     `prefill_breakpoints` are positions of the session: no chunk of a prefill crosses one, and `on_breakpoint` is told
     when one is reached. `logprobs` asks for the natural logarithms of the model's own probabilities (before any
     sampler) of every generated token and of so many likeliest ones beside it; `prompt_logprobs` asks the same of the
-    prompt's tokens, all but the first one of a session.
+    prompt's tokens that are evaluated, all but the first of them.
     """
 
     max_tokens: int | None = None

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from ggml_engine.control.generation import Reason
 from ggml_engine.control.options import RunnerOptions
 from ggml_engine.control.scheduler import Scheduler
+from ggml_engine.control.session_state import SessionState
 from ggml_engine.control.text import TextModel
 from ggml_engine.executor.protocol import Executor
 
@@ -25,11 +25,38 @@ log = logging.getLogger("ggml_engine.control")
 class Command(Protocol):
     """Something for the engine thread to do between forwards."""
 
+    @property
+    def session(self) -> SessionState | None:
+        """The session that it needs, if it needs one."""
+
+    @property
+    def is_close(self) -> bool:
+        """Whether it closes that session."""
+
     def run(self, core: Core) -> None:
         """Do it, and settle whoever waits."""
 
     def refuse(self, core: Core) -> None:
         """Settle whoever waits: the runner has stopped. Any thread."""
+
+
+class EngineThread:
+    """Which thread computes. Futures and results hold this and not the core, which holds the executor."""
+
+    def __init__(self) -> None:
+        self._id: int | None = None
+
+    def enter(self) -> None:
+        """The caller's thread is the one."""
+        self._id = threading.get_ident()
+
+    def leave(self) -> None:
+        """No thread is: another one may get the same id."""
+        self._id = None
+
+    def is_current(self) -> bool:
+        """Whether the caller is on it: a callback."""
+        return threading.get_ident() == self._id
 
 
 class Core:
@@ -41,16 +68,14 @@ class Core:
         self._commands: deque[Command] = deque()
         self._wake = threading.Condition()
         self._is_stopping = False
+        self._is_busy = False
         self._outstanding: dict[int, Command] = {}
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
-        self._thread_id: int | None = None
+        self._engine_thread = EngineThread()
+        self.is_engine_thread = self._engine_thread.is_current
 
     # ---- anybody's
-
-    def is_engine_thread(self) -> bool:
-        """Whether the caller is a callback."""
-        return threading.get_ident() == self._thread_id
 
     def submit(self, command: Command) -> None:
         """Queue a command, or refuse it when the runner has stopped."""
@@ -91,20 +116,32 @@ class Core:
             command.refuse(self)
         for state in self.scheduler.running:
             if (active := state.active) is not None:
-                active.end(Reason.SHUTDOWN)
+                self.scheduler.shut(state, active)
 
     # ---- the thread
 
     def _run(self) -> None:
-        self._thread_id = threading.get_ident()
-        is_busy = False
-        while self._next_commands(may_wait=not is_busy):
-            try:
-                is_busy = self.scheduler.step()
-            except Exception:  # a fault of ours must not take the thread, and with it every session, away
-                log.exception("the scheduler failed")
-                is_busy = False
-        self.scheduler.settle_all()
+        while self.turn(may_wait=True):
+            pass
+
+    def turn(self, *, may_wait: bool = False) -> bool:
+        """All queued commands, then one step; False when the runner has stopped, and everything is settled.
+
+        The caller is the engine thread until then: the runner's own, or a simulator's only one. `may_wait` waits for
+        a command where there is nothing to compute.
+        """
+        self._engine_thread.enter()
+        if not self._next_commands(may_wait=may_wait and not self._is_busy):
+            self.scheduler.settle_all()
+            self._engine_thread.leave()
+            return False
+        try:
+            self._is_busy = self.scheduler.step()
+        except BaseException as error:  # a fault of ours must not take the thread, and with it every session, away
+            log.exception("the scheduler failed")
+            self.scheduler.fail_running(error)
+            self._is_busy = False
+        return True
 
     def _next_commands(self, *, may_wait: bool) -> bool:
         """Run all queued commands, and those that they queue; False when it is time to stop."""
@@ -133,6 +170,27 @@ class Core:
     def _run_one(self, command: Command) -> None:
         try:
             command.run(self)
-        except Exception:
+        except BaseException:
             log.exception("a command failed")
             command.refuse(self)
+
+    def make_room_for_a_session(self, needed: SessionState | None) -> None:
+        """Serve closes that wait, where no more sessions fit, but for those of sessions that commands before them need.
+
+        The thread may be the last to let go of a handle that it gave out: the close is then queued behind what the
+        caller asked for after dropping the handle.
+        """
+        if self.scheduler.has_room:
+            return
+        kept: list[Command] = []
+        sessions = {id(needed)}
+        closes: list[Command] = []
+        with self._wake:
+            while self._commands:
+                command = self._commands.popleft()
+                is_next = command.is_close and id(command.session) not in sessions
+                (closes if is_next else kept).append(command)
+                sessions.add(id(command.session))
+            self._commands.extendleft(reversed(kept))
+        for command in closes:
+            self._run_one(command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
@@ -17,16 +18,27 @@ class EngineFuture(Future[T]):
     def __init__(self, is_engine_thread: Callable[[], bool]) -> None:
         super().__init__()
         self._is_engine_thread = is_engine_thread
+        self._is_cancel_told = False
 
     def result(self, timeout: float | None = None) -> T:
         """The value, when it is there. Raises TimeoutError, and WouldBlockError inside a callback of the engine."""
         self._refuse_to_block()
-        return super().result(timeout)
+        try:
+            return super().result(timeout)
+        except concurrent.futures.TimeoutError:  # in Python 3.10 another one than the built-in, which this raises too
+            if not self.done():
+                raise TimeoutError(f"not settled in {timeout} s") from None
+            raise
+        finally:
+            del self  # an error that is raised keeps this frame, which must not keep the error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The error, when it has ended, or None; raises as `result` does."""
         self._refuse_to_block()
-        return super().exception(timeout)
+        try:
+            return super().exception(timeout)
+        except concurrent.futures.TimeoutError:
+            raise TimeoutError(f"not settled in {timeout} s") from None
 
     def __await__(self) -> Generator[Any, None, T]:
         import asyncio  # noqa: PLC0415  # some 20 ms that few programs need
@@ -42,6 +54,7 @@ class EngineFuture(Future[T]):
         try:
             self.set_result(value)
         except InvalidStateError:
+            self._tell_cancelled()
             return False
         return True
 
@@ -50,5 +63,19 @@ class EngineFuture(Future[T]):
         try:
             self.set_exception(error)
         except InvalidStateError:
+            self._tell_cancelled()
             return False
         return True
+
+    def set_running_or_notify_cancel(self) -> bool:
+        """Whether its command may run; False when it was cancelled, and those who wait for it know that."""
+        if self._is_cancel_told:
+            return False
+        may_run = super().set_running_or_notify_cancel()
+        self._is_cancel_told = not may_run
+        return may_run
+
+    def _tell_cancelled(self) -> None:
+        """`concurrent.futures.wait` takes a cancelled future for done only when it was told so."""
+        if self.cancelled():
+            self.set_running_or_notify_cancel()

@@ -7,8 +7,10 @@ its state: dropping the handle ends a generation that nobody else listens to.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -119,6 +121,7 @@ class GenerationState:
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.error: BaseException | None = None
         self.cancel_requested = False
+        self._is_started = False
         self._is_settled = False
         self.is_engine_thread = is_engine_thread
         self._on_cancel = on_cancel
@@ -146,9 +149,11 @@ class GenerationState:
         for listener in listeners:
             listener()
 
-    def publish_text(self, text: str) -> None:
-        """Add text that was held back."""
-        self.publish(Update(text=text))
+    def mark_started(self) -> bool:
+        """Note that it was counted; whether this call did."""
+        with self._changed:
+            was_started, self._is_started = self._is_started, True
+            return not was_started
 
     def mark_settled(self) -> bool:
         """Note that its end was counted and told; whether this call did."""
@@ -161,10 +166,9 @@ class GenerationState:
         with self._changed:
             if self.stats.reason is not None:
                 return False
-            if error is not None:
-                error.__traceback__ = None  # its frames would keep the engine alive for as long as this is kept
-            self.error = error
+            self.error = None if error is None else without_frames(error)
             self.stats.reason = reason
+            self._on_cancel = _ignore  # a result that is kept does not keep the scheduler
             self._changed.notify_all()
             listeners = list(self._listeners.values())
         for listener in listeners:
@@ -197,13 +201,12 @@ class GenerationState:
         if self.is_engine_thread():
             raise WouldBlockError("a callback cannot wait for a generation: its own thread has to compute it")
         with self._changed:
-            left = timeout
+            deadline = None if timeout is None else time.monotonic() + timeout
             while not is_there():
-                if left is not None and left <= 0:
+                left = _POLL_S if deadline is None else deadline - time.monotonic()
+                if left <= 0:
                     return False
-                piece = _POLL_S if left is None else min(left, _POLL_S)
-                if not self._changed.wait(piece) and left is not None:
-                    left -= piece
+                self._changed.wait(min(left, _POLL_S))
         return True
 
     @contextlib.contextmanager
@@ -301,7 +304,7 @@ class Generation(Iterator[str]):
 
     def _raise(self) -> None:
         if self._state.error is not None:
-            raise self._state.error
+            raise _fresh(self._state.error)
         if self.reason is Reason.SHUTDOWN:
             raise ClosedError("the engine was closed")
 
@@ -353,5 +356,32 @@ def failure(error: BaseException) -> EngineError:
         return error
     made = EngineError(f"{type(error).__name__}: {error}")
     made.__cause__ = error
-    error.__traceback__ = None
     return made
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """The same error, and those behind it, without tracebacks: their frames would keep the engine alive with it."""
+    seen: set[int] = set()
+    behind: list[BaseException | None] = [error]
+    while behind:
+        each = behind.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = None
+            behind += [each.__cause__, each.__context__]
+    return error
+
+
+def _fresh(error: BaseException) -> BaseException:
+    """A copy to raise: raising the kept one would tie the result, and its session, to the frames it passes through."""
+    try:
+        made = copy.copy(error)
+    except Exception:  # a class of errors that cannot be copied
+        return error
+    made.__cause__ = error.__cause__
+    made.__suppress_context__ = error.__suppress_context__
+    return made
+
+
+def _ignore(generation: GenerationState) -> None:
+    """Nobody to tell."""

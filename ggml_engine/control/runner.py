@@ -40,11 +40,21 @@ class Runner:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         options = options or RunnerOptions()
-        self._core = Core(executor, text, options, clock)
+        self._attach(Core(executor, text, options, clock))
         if options.switch_interval_s is not None and sys.getswitchinterval() > options.switch_interval_s:
             sys.setswitchinterval(options.switch_interval_s)
         self._core.start()
-        self._finalizer = weakref.finalize(self, Core.stop, self._core, SHUTDOWN_S)
+
+    @classmethod
+    def over(cls, core: Core) -> Runner:
+        """A runner without a thread: its maker calls `core.turn`."""
+        runner = cls.__new__(cls)
+        runner._attach(core)
+        return runner
+
+    def _attach(self, core: Core) -> None:
+        self._core = core
+        self._finalizer = weakref.finalize(self, Core.stop, core, SHUTDOWN_S)
 
     def open_session(self, timeout: float | None = None) -> Session:
         """A new, empty session. Raises SessionLimitError, ClosedError, WouldBlockError in a callback."""

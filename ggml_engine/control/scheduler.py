@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +51,11 @@ class _Running:
     first: int = 0  # the session's position before it
     is_admitted: bool = False
 
+    @property
+    def is_to_end(self) -> bool:
+        """Whether its caller has no more use for it."""
+        return self.work.state.cancel_requested or self.session.close_requested
+
 
 @dataclass(slots=True, eq=False)
 class _Part:
@@ -62,6 +66,7 @@ class _Part:
     tokens: npt.NDArray[np.int32]
     n_outputs: int
     is_prefill: bool
+    prepared: tuple[PreparedInput, int, int] | None = None  # the input and its positions that these rows are
 
 
 class Scheduler:
@@ -85,6 +90,8 @@ class Scheduler:
         self._in_forward: dict[GenerationState, bool] = {}  # whether its rows are a prefill
         self._abort_lock = threading.RLock()  # a finalizer may come while its own thread holds it
         self._aborts_all = False
+        self._is_over = False
+        self._count_lock = threading.Lock()  # what comes after the end is settled on its caller's thread
 
     # ---- sessions
 
@@ -104,9 +111,16 @@ class Scheduler:
         return self._register(self.executor.open(), [])
 
     def _admit_session(self) -> None:
-        reason = self.options.refusal(len(self._sessions) + 1, self.executor.capacity)
-        if reason:
+        if reason := self._refusal():
             raise SessionLimitError(reason)
+
+    def _refusal(self) -> str:
+        return self.options.refusal(len(self._sessions) + 1, self.executor.capacity)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more session can be resident."""
+        return not self._refusal()
 
     def _register(self, sequence: int, tokens: list[int], *, is_snapshot: bool = False) -> SessionState:
         state = SessionState(self._next_number, sequence, tokens, is_snapshot=is_snapshot)
@@ -125,15 +139,16 @@ class Scheduler:
             return
         for running in [each for each in self._running if each.session is state]:
             self._end(running, Reason.CANCELLED)
-        if state.status is not SessionStatus.EVICTED:
-            self.executor.close(state.sequence)
+        was_evicted = state.status is SessionStatus.EVICTED
         state.status = SessionStatus.CLOSED
+        if not was_evicted:
+            self.executor.close(state.sequence)
 
     def clone(self, source: SessionState, upto: int, *, is_snapshot: bool = False) -> SessionState | None:
         """A session of the first `upto` committed positions of `source`, or None where that cannot be had."""
         if source.number not in self._sessions or source.status is not SessionStatus.OPEN:
             return None
-        if not 0 <= upto <= source.position or self.options.refusal(len(self._sessions) + 1, self.executor.capacity):
+        if not 0 <= upto <= source.position or not self.has_room:
             return None
         sequence = self.executor.clone(source.sequence, upto)
         if sequence is None:
@@ -176,8 +191,9 @@ class Scheduler:
         except Exception as error:
             sampler.close()
             self.refuse(generation, failure(error))
+            state.release(generation)
             return
-        self.counts["started"] += 1
+        self._count_start(generation)
         running = _Running(state, work, state.position)
         self._running.append(running)
         if generation.cancel_requested or state.close_requested:
@@ -185,7 +201,7 @@ class Scheduler:
             return
         try:
             self._begin(running)
-        except Exception as error:
+        except BaseException as error:
             self._fail(running, error)
 
     def _begin(self, running: _Running) -> None:
@@ -197,8 +213,7 @@ class Scheduler:
         if max_tokens is not None and max_tokens < 1:
             raise InputError(f"max_tokens must be positive, is {max_tokens}")
         if isinstance(request.delta, PreparedInput):
-            self._check_prepared(request.delta)
-            self._begin_delta(running, request.delta, request.delta.size())
+            self._begin_delta(running, request.delta, self._size_of(request.delta))
         elif not request.delta.size:
             raise InputError("there is nothing to generate from: no tokens were given")
         elif request.is_whole:
@@ -207,18 +222,19 @@ class Scheduler:
             self._begin_delta(running, request.delta, int(request.delta.size))
         self._touch(state)
 
-    def _check_prepared(self, prepared: PreparedInput) -> None:
+    def _size_of(self, prepared: PreparedInput) -> int:
         n = prepared.size()
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise InputError(f"a prepared input needs at least one position, this one has {n!r}")
         if not self.executor.accepts(prepared):
             raise InputError(f"this executor does not take {prepared.kind!r} inputs, or not this one with its model")
+        return n
 
     def _begin_delta(self, running: _Running, delta: npt.NDArray[np.int32] | PreparedInput, n: int) -> None:
         state = running.session
         lead = [] if state.pending is None else [state.pending]
         self._check_room(state.position + len(lead) + n)
-        running.work.begin(state.tokens, lead, delta, self._clock())
+        running.work.begin(state.tokens, lead, delta, n, self._clock())
         state.pending = None
 
     def _begin_whole(self, running: _Running, tokens: npt.NDArray[np.int32]) -> None:
@@ -230,7 +246,7 @@ class Scheduler:
             del state.tokens[kept:]
         state.pending = None
         running.first = kept
-        running.work.begin(state.tokens, [], tokens[kept:], self._clock())
+        running.work.begin(state.tokens, [], tokens[kept:], int(tokens.size) - kept, self._clock())
 
     def _check_room(self, n_positions: int) -> None:
         limit = self.session_limit
@@ -252,42 +268,62 @@ class Scheduler:
     def abort(self) -> None:
         """Let the running forward, and any later one, end soon: the runner stops. Any thread."""
         with self._abort_lock:
-            self._aborts_all = True
-            self.executor.abort()
+            if not self._is_over:  # the executor may be somebody else's by now
+                self._aborts_all = True
+                self.executor.abort()
 
     def _end(self, running: _Running, reason: Reason, error: BaseException | None = None) -> None:
         """Take a generation off; every end of one that was started comes through here."""
         with suppress(ValueError):
             self._running.remove(running)
-        work, generation = running.work, running.work.state
-        if reason is Reason.CANCELLED and (rest := work.rest()):
-            generation.publish_text(rest)
-        if work.next_token is not None:
-            running.session.pending = work.next_token
+        work, state = running.work, running.session
+        if reason is Reason.CANCELLED:
+            work.publish_rest()
+        if (token := work.uncommitted_token) is not None:
+            state.pending = token
         work.finish(reason, error)
-        self.settle(generation)
+        state.release(work.state)
+        self.settle(work.state)
 
     def settle(self, generation: GenerationState) -> None:
         """Count an ended generation and tell `on_settled`, once."""
         if not generation.mark_settled():
             return
         reason = generation.reason
-        counted = reason.value if reason in {Reason.CANCELLED, Reason.FAILED, Reason.SHUTDOWN} else "finished"
-        self.counts[counted] += 1
+        ended_early = reason in {Reason.CANCELLED, Reason.FAILED, Reason.SHUTDOWN}
+        with self._count_lock:
+            self.counts[reason.value if reason is not None and ended_early else "finished"] += 1
         if generation.request.on_settled is not None:
             try:
                 generation.request.on_settled(Generation(generation, cancels_when_dropped=False))
-            except Exception:
+            except BaseException:
                 log.exception("an on_settled callback raised")
+
+    def _count_start(self, generation: GenerationState) -> None:
+        if generation.mark_started():
+            with self._count_lock:
+                self.counts["started"] += 1
+
+    def shut(self, state: SessionState, generation: GenerationState) -> None:
+        """End a generation because the runner stops. Any thread."""
+        generation.end(Reason.SHUTDOWN)
+        state.release(generation)
+        self._count_start(generation)
+        self.settle(generation)
 
     def _fail(self, running: _Running, error: BaseException) -> None:
         self._end(running, Reason.FAILED, failure(error))
 
     def refuse(self, generation: GenerationState, error: EngineError) -> None:
         """End a generation that never began."""
-        self.counts["started"] += 1
+        self._count_start(generation)
         generation.end(Reason.FAILED, error)
         self.settle(generation)
+
+    def fail_running(self, error: BaseException) -> None:
+        """After a fault of the scheduler itself: nothing is known of what runs."""
+        for running in list(self._running):
+            self._poison(running, error)
 
     def settle_all(self) -> None:
         """End every generation as shut down, and close every session."""
@@ -296,12 +332,20 @@ class Scheduler:
         for state in self.sessions:
             with suppress(Exception):  # an executor that broke must not keep the others open
                 self.close(state)
+        with self._abort_lock, suppress(Exception):
+            self._is_over = True
+            self.executor.clear_abort()
 
     # ---- a step
 
     def step(self) -> bool:
-        """One forward, if there is something to compute. Whether there was."""
-        self._reap()
+        """At most one forward. Whether there may be more to do.
+
+        A step that ends a generation before its forward leaves this to the next one: what `on_settled` queued comes
+        first.
+        """
+        if self._reap():
+            return True
         self._admit()
         parts = self._plan()
         while parts:
@@ -311,14 +355,17 @@ class Scheduler:
                 parts = self._make_room(parts, error)
             else:
                 break
-        return bool(parts) or bool(self._running)
+        return bool(self._running)
 
-    def _reap(self) -> None:
+    def _reap(self) -> bool:
+        """End what is cancelled or has no room left; whether there was something."""
+        n_before = len(self._running)
         for running in list(self._running):
-            if running.work.state.cancel_requested or running.session.close_requested:
+            if running.is_to_end:
                 self._end(running, Reason.CANCELLED)
             elif running.work.is_decode and running.session.position >= self.session_limit:
                 self._end(running, Reason.LENGTH)
+        return len(self._running) < n_before
 
     def _admit(self) -> None:
         """Let prefills begin whose prompts fit beside those that have begun, in the order in which they came."""
@@ -357,13 +404,7 @@ class Scheduler:
 
     def _forward(self, parts: list[_Part]) -> None:
         """One forward of `parts`. Raises PoolFullError, with nothing changed."""
-        for part in list(parts):
-            try:
-                part.running.work.prepared(part.n)
-            except Exception as error:
-                parts.remove(part)
-                self._fail(part.running, error)
-        if not parts:
+        if self._fail_changed(parts):
             return
         batch = _batch(parts)
         begun_at = self._clock()
@@ -395,13 +436,24 @@ class Scheduler:
             self._advance(part, logits[row : row + part.n_outputs], now)
             row += part.n_outputs
 
+    def _fail_changed(self, parts: list[_Part]) -> bool:
+        """Fail those whose prepared input is not what it was; whether there was one."""
+        found = False
+        for part in parts:
+            try:
+                part.prepared = part.running.work.prepared(part.n)
+            except Exception as error:
+                found = True
+                self._fail(part.running, error)
+        return found
+
     def _advance(self, part: _Part, rows: npt.NDArray[np.float32], now: float) -> None:
         running = part.running
         if running not in self._running:
             return
         try:
             reason = running.work.advance(part.n, part.tokens, rows, now)
-        except Exception as error:
+        except BaseException as error:
             self._fail(running, error)
         else:
             if reason is not None:
@@ -420,8 +472,10 @@ class Scheduler:
     def _undo(self, parts: list[_Part]) -> None:
         """After an abort: nobody's fault but the cancelled one's; the others' rows are run again."""
         for part in parts:
-            if not self._rewound(part.running.session):
-                self._poison(part.running, ExecutorError("a step that was aborted could not be undone"))
+            running = part.running
+            if not self._rewound(running.session):
+                reason = Reason.CANCELLED if running.is_to_end else Reason.FAILED
+                self._poison(running, ExecutorError("a step that was aborted could not be undone"), reason)
         self._reap()
 
     def _rewound(self, state: SessionState) -> bool:
@@ -435,7 +489,7 @@ class Scheduler:
     def _fail_all(self, parts: list[_Part], error: Exception) -> None:
         for part in parts:
             running = part.running
-            if running.work.state.cancel_requested or running.session.close_requested:
+            if running.is_to_end:
                 # it was to end anyway, and the caller must not be told of a failure
                 if self._rewound(running.session):
                     self._end(running, Reason.CANCELLED)
@@ -444,7 +498,7 @@ class Scheduler:
             else:
                 self._poison(running, error)
 
-    def _poison(self, running: _Running, error: Exception, reason: Reason = Reason.FAILED) -> None:
+    def _poison(self, running: _Running, error: BaseException, reason: Reason = Reason.FAILED) -> None:
         running.session.status = SessionStatus.POISONED
         running.session.trouble = f"{type(error).__name__}: {error}"
         self._end(running, reason, failure(error) if reason is Reason.FAILED else None)
@@ -460,15 +514,23 @@ class Scheduler:
             return decodes
         if len(parts) > 1 and not decodes:
             return parts[:1]
-        victim = self.options.victim([running.session for running in self._running if running.is_admitted])
-        running = next(each for each in self._running if each.session is victim)
-        self._give_up(running, error)
-        return [part for part in parts if part.running in self._running]
+        self._give_up(self._victim(), error)
+        return []
+
+    def _victim(self) -> _Running:
+        admitted = [running for running in self._running if running.is_admitted]
+        try:
+            chosen = self.options.victim([running.session for running in admitted])
+            return next(running for running in admitted if running.session is chosen)
+        except Exception:
+            log.exception("the choice of a victim failed: the youngest generation is given up")
+            return admitted[-1]
 
     def _give_up(self, running: _Running, error: PoolFullError) -> None:
         """End a generation for lack of cells; its session goes back to where it was before."""
         state = running.session
         running.work.next_token = None
+        pending = running.work.lead_token
         to = min(running.first, state.position)
         try:
             self.executor.rewind(state.sequence, to)
@@ -476,6 +538,7 @@ class Scheduler:
             self._poison(running, trouble)
             return
         del state.tokens[to:]
+        state.pending = pending
         self._end(running, Reason.FAILED, PoolFullError(error.needed, error.free, error.capacity))
 
     def _evict_snapshot(self) -> bool:
@@ -485,9 +548,12 @@ class Scheduler:
             return False
         oldest = min(snapshots, key=lambda state: state.last_use)
         self._sessions.pop(oldest.number)
-        self.executor.close(oldest.sequence)
         oldest.status = SessionStatus.EVICTED
         oldest.trouble = "others needed its cells"
+        try:
+            self.executor.close(oldest.sequence)
+        except Exception:  # those who need its cells are not to blame
+            log.exception("a snapshot could not be closed")
         return True
 
 
@@ -499,11 +565,10 @@ def _batch(parts: Iterable[_Part]) -> Batch:
         tokens.append(np.maximum(part.tokens, 0))
         sequences.append(np.full(part.n, part.running.session.sequence, np.int64))
         outputs.append(work.outputs(part.n))
-        if (found := work.prepared(part.n)) is not None:
-            prepared.append(PreparedSlice(*found, row))
+        if part.prepared is not None:
+            prepared.append(PreparedSlice(*part.prepared, row))
         row += part.n
-    extra: dict[str, Any] = {"prepared": tuple(prepared)} if prepared else {}
-    return Batch(np.concatenate(tokens), np.concatenate(sequences), np.concatenate(outputs), **extra)
+    return Batch(np.concatenate(tokens), np.concatenate(sequences), np.concatenate(outputs), prepared=tuple(prepared))
 
 
 def _checked(logits: object, n_outputs: int, n_vocab: int) -> npt.NDArray[np.float32]:

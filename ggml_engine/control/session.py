@@ -23,6 +23,7 @@ from ggml_engine.control.generation import (
     OnUpdate,
     Request,
     failure,
+    without_frames,
 )
 from ggml_engine.control.session_state import SessionState
 from ggml_engine.errors import ClosedError, EngineError, InputError, SessionBusyError, WouldBlockError
@@ -163,7 +164,7 @@ class Session:
             request = replace(request, delta=taken)
             sampler = core.scheduler.text.sampler(request.config.sampler)
         except Exception as error:
-            trouble = failure(error)
+            trouble = failure(without_frames(error))  # while it waits to be told, it must not keep this session
         generation = GenerationState(request, core.clock(), core.is_engine_thread, core.scheduler.cancel)
         handle = Generation(generation, keep, cancels_when_dropped=request.on_update is None)
         if sampler is not None and state.claim(generation):

@@ -58,6 +58,12 @@ class SessionState:
             self._active = generation
             return True
 
+    def release(self, generation: GenerationState) -> None:
+        """Forget a generation that has ended: its callbacks may hold the handle of this session."""
+        with self._lock:
+            if self._active is generation:
+                self._active = None
+
     def refusal(self) -> str:
         """Why nothing can be computed in it; empty when it can."""
         if self.status is SessionStatus.OPEN:

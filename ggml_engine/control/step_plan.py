@@ -33,10 +33,12 @@ def plan_step(wants: Sequence[Want], max_tokens: int, prefill_budget: int, turn:
     """
     taken = [0] * len(wants)
     decodes = [i for i, want in enumerate(wants) if want.is_decode]
-    for i in _rotated(decodes, turn)[:max_tokens]:
+    prefills = _rotated([i for i, want in enumerate(wants) if not want.is_decode], turn)
+    # so many streams that they fill a step would keep a prompt waiting for as long as they run
+    kept = min(_LEAST_BUDGET, max_tokens // 2) if prefills else 0
+    for i in _rotated(decodes, turn)[: max_tokens - kept]:
         taken[i] = 1
     room = min(max_tokens - sum(taken), prefill_budget if decodes else max_tokens)
-    prefills = _rotated([i for i, want in enumerate(wants) if not want.is_decode], turn)
     prefills.sort(key=lambda i: _most(wants[i]))  # stable: who needs little leaves more to the others
     for served, i in enumerate(prefills):
         waiting = len(prefills) - served

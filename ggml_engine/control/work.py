@@ -6,6 +6,7 @@ cache: the scheduler moves the session.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,6 +18,8 @@ from ggml_engine.control.stop import StopMatcher
 from ggml_engine.control.text import TextModel, TokenSampler
 from ggml_engine.errors import InputError
 from ggml_engine.executor.prepared import OPAQUE, PreparedInput
+
+log = logging.getLogger("ggml_engine.control")
 
 _MAX_LOGIT_BYTES = 64 << 20  # rows of logits that one step may return for one prompt's log-probabilities
 
@@ -50,12 +53,13 @@ class Work:
         history: Sequence[int],
         lead: Sequence[int],
         delta: npt.NDArray[np.int32] | PreparedInput,
+        n_delta: int,
         now: float,
     ) -> None:
-        """Start after `history`, the session's committed tokens."""
+        """Start after `history`, the session's committed tokens. `n_delta` positions are in `delta`."""
         self._lead = np.asarray(lead, np.int32)
         self._delta = delta
-        self._n_delta = delta.size() if isinstance(delta, PreparedInput) else int(delta.size)
+        self._n_delta = n_delta
         self.first_position = len(history)
         self._begun_at = now
         stats = self.state.stats
@@ -67,6 +71,16 @@ class Work:
             seen += delta.tolist()
         self.sampler.accept_prompt([token for token in seen if token != OPAQUE])
         self._publish(Update(prefill=Prefill(0, self.n_prompt, 0.0)))
+
+    @property
+    def lead_token(self) -> int | None:
+        """The pending token that it was to commit first."""
+        return int(self._lead[-1]) if self._lead.size else None
+
+    @property
+    def uncommitted_token(self) -> int | None:
+        """The token that stays pending when it ends now: the last one sampled, or the one it never came to commit."""
+        return self.lead_token if self._lead.size and not self._done else self.next_token
 
     @property
     def n_prompt(self) -> int:
@@ -186,6 +200,14 @@ class Work:
         self._publish(Update((token,), shown, logprobs))
         return reason
 
+    def publish_rest(self) -> None:
+        """Show what was held back, when it ends early. What a callback raises then changes nothing."""
+        try:
+            if text := self.rest():
+                self._publish(Update(text=text))
+        except BaseException:
+            log.exception("the last piece of text could not be shown")
+
     def rest(self) -> str:
         """The text that was held back."""
         return self._matcher.push(self._decoder.finish()) + self._matcher.finish()
@@ -216,7 +238,10 @@ class Work:
 
     def finish(self, reason: Reason, error: BaseException | None = None) -> bool:
         """End the generation and free what it holds. Whether this call ended it."""
-        self.sampler.close()
+        try:
+            self.sampler.close()
+        except Exception:
+            log.exception("a sampler could not be closed")
         return self.state.end(reason, error)
 
     def _publish(self, update: Update) -> None:
