@@ -9,6 +9,8 @@ from typing import Literal
 from ggml_engine.control.session_state import SessionState
 from ggml_engine.errors import OptionError
 
+_MOST_SESSIONS = 1 << 20  # what a reservation may be asked for, however few of them will fit
+
 Victim = Callable[[Sequence[SessionState]], SessionState]
 
 
@@ -55,18 +57,18 @@ class RunnerOptions:
         """Raise OptionError for bounds that no executor of `capacity` cells can keep."""
         if self.reserve != "full" or self.max_session_tokens is None:
             return
-        if self.max_session_tokens > capacity or self.max_sessions > capacity:
+        if self.max_session_tokens > capacity or self.max_sessions > max(capacity, _MOST_SESSIONS):
             raise OptionError(
                 f"reserve 'full' of max_session_tokens={self.max_session_tokens} for up to "
                 f"max_sessions={self.max_sessions} cannot fit {capacity} cells"
             )
 
-    def refusal(self, n_sessions: int, capacity: int) -> str:
-        """Why there cannot be `n_sessions`; empty when there can."""
+    def refusal(self, n_sessions: int, capacity: int, run: int = 1) -> str:
+        """Why there cannot be `n_sessions` in `capacity` cells, taken in runs; empty when there can."""
         if n_sessions > self.max_sessions:
             return f"{n_sessions} sessions were asked for, at most {self.max_sessions} may be resident (max_sessions)"
         if self.reserve == "full" and self.max_session_tokens is not None:
-            needed = n_sessions * self.max_session_tokens
+            needed = n_sessions * -(-self.max_session_tokens // run) * run
             if needed > capacity:
                 return (
                     f"{n_sessions} sessions of {self.max_session_tokens} tokens need {needed} cells, there are "

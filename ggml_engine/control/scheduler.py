@@ -115,7 +115,7 @@ class Scheduler:
             raise SessionLimitError(reason)
 
     def _refusal(self) -> str:
-        return self.options.refusal(len(self._sessions) + 1, self.executor.capacity)
+        return self.options.refusal(len(self._sessions) + 1, self.executor.capacity, self.executor.run)
 
     @property
     def has_room(self) -> bool:

@@ -166,6 +166,11 @@ class GgmlExecutor(Executor):
         return self.cache.free_cells
 
     @property
+    def run(self) -> int:
+        """How many cells a run has."""
+        return self.cache.run
+
+    @property
     def max_batch_tokens(self) -> int:
         """The most tokens of one forward."""
         return self.options.max_batch_tokens

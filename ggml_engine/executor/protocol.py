@@ -31,6 +31,11 @@ class Executor(ABC):
         """How many cells no sequence owns."""
 
     @property
+    def run(self) -> int:
+        """How many cells are taken together: a position's cell is congruent to it modulo this."""
+        return 1
+
+    @property
     @abstractmethod
     def max_batch_tokens(self) -> int:
         """The most tokens of one forward."""

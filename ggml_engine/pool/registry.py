@@ -38,6 +38,10 @@ class GgmlCache(BatchControl, Protocol):
     def open_sequences(self) -> tuple[int, ...]:
         """The ids of all open sequences."""
 
+    @property
+    def run(self) -> int:
+        """How many cells are taken together."""
+
     def count_cells(self, sequences: Iterable[int]) -> int:
         """How many distinct cells these sequences own."""
 

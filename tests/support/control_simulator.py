@@ -91,9 +91,8 @@ class Simulation(GeneratingCallers):
         rng = random.Random(seed)
         pick = rng.choice
         executor = SimulatedExecutor(pick((16, 32, 64, 128)), pick((3, 6, 16)), pick((1, 4, 8)), self)
-        # a reserve counts cells, and cells of longer runs cannot stand for one another
         max_session_tokens = pick((None, None, 12, 24))
-        is_reserved = max_session_tokens is not None and executor.run == 1 and rng.random() < 0.5
+        is_reserved = max_session_tokens is not None and rng.random() < 0.5
         options = RunnerOptions(
             max_sessions=pick((3, 6, 10)),
             max_session_tokens=max_session_tokens,
@@ -106,7 +105,8 @@ class Simulation(GeneratingCallers):
         core.simulation = self
         limit = min(executor.capacity, options.max_session_tokens or executor.capacity)
         is_reserved = options.reserve == "full"
-        n_fit = executor.capacity // limit if is_reserved else options.max_sessions
+        in_runs = -(-limit // executor.run) * executor.run
+        n_fit = executor.capacity // in_runs if is_reserved else options.max_sessions
         model = ControlModel(limit, min(n_fit, options.max_sessions), is_reserved=is_reserved)
         super().__init__(rng, executor, core, model)
         self.n_commands = n_commands

@@ -290,6 +290,10 @@ class FakeExecutor(Executor):
         self.clone_faults.add(at, fault)
 
     @property
+    def run(self) -> int:
+        return self.cache.run
+
+    @property
     def n_forwards(self) -> int:
         """Forwards that have begun."""
         return len(self.forwards)

@@ -89,7 +89,6 @@ class SimulatedExecutor(Executor):
 
     def __init__(self, capacity: int, max_batch_tokens: int, run: int, watcher: Watcher) -> None:
         self.cache = CellCache(capacity, run=run, read_block=run)
-        self.run = run
         self._max_batch_tokens = max_batch_tokens
         self._watcher = watcher
         self._keys = np.full(self.cache.capacity, -9, np.int64)
@@ -104,6 +103,10 @@ class SimulatedExecutor(Executor):
         self.n_clones = 0  # calls
         self.last_opened = -1
         self.n_changes = 0  # of cells, or of who owns them
+
+    @property
+    def run(self) -> int:
+        return self.cache.run
 
     @property
     def capacity(self) -> int:

@@ -396,3 +396,16 @@ def test_when_cells_run_out_what_finishes_is_right(seed: int) -> None:  # R50 R6
                 assert session.tokens == history
         assert n_failed, "cells never ran out"
         assert n_done
+
+
+def test_a_full_reservation_counts_whole_runs() -> None:  # R50
+    with bench(RunnerOptions(max_session_tokens=80, reserve="full"), capacity=256, run=64) as b:
+        sessions = [b.open() for _ in range(2)]
+        with pytest.raises(SessionLimitError, match="384 cells, there are 256"):
+            b.open()
+        prompts = [[i + 1] * 70 for i in range(2)]
+        running = [b.start(session, prompt, None) for session, prompt in zip(sessions, prompts, strict=True)]
+        for generation, prompt in zip(running, prompts, strict=True):
+            assert generation.wait(WAIT_S)
+            assert generation.reason is Reason.LENGTH
+            assert generation.tokens == b.expected(prompt, 11)
