@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,9 @@ import numpy.typing as npt
 from ggml_engine.control.generation import Generation, GenerationState, Reason, failure
 from ggml_engine.control.options import RunnerOptions
 from ggml_engine.control.session_state import SessionState, SessionStatus
-from ggml_engine.control.step_plan import StepCost, Want, plan_step
+from ggml_engine.control.session_table import SessionTable
+from ggml_engine.control.step_parts import Part, Running, batch_of, checked_logits, plan_parts
+from ggml_engine.control.step_plan import StepCost
 from ggml_engine.control.text import TextModel, TokenSampler
 from ggml_engine.control.work import Work
 from ggml_engine.errors import (
@@ -30,63 +31,27 @@ from ggml_engine.errors import (
     InputError,
     PoisonedError,
     PoolFullError,
-    PositionError,
-    SessionBusyError,
     SessionError,
-    SessionLimitError,
 )
-from ggml_engine.executor.batch import Batch
-from ggml_engine.executor.prepared import PreparedInput, PreparedSlice
+from ggml_engine.executor.prepared import PreparedInput
 from ggml_engine.executor.protocol import Executor
 
 log = logging.getLogger("ggml_engine.control")
 
 
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A generation that has begun, or waits for room."""
-
-    session: SessionState
-    work: Work
-    first: int = 0  # the session's position before it
-    is_admitted: bool = False
-
-    @property
-    def is_to_end(self) -> bool:
-        """Whether its caller has no more use for it."""
-        return self.work.state.cancel_requested or self.session.close_requested
-
-
-@dataclass(slots=True, eq=False)
-class _Part:
-    """The rows of one generation in a step."""
-
-    running: _Running
-    n: int
-    tokens: npt.NDArray[np.int32]
-    n_outputs: int
-    is_prefill: bool
-    prepared: tuple[PreparedInput, int, int] | None = None  # the input and its positions that these rows are
-
-
-class Scheduler:
+class Scheduler(SessionTable):
     """The state machine of the control plane over one executor."""
 
     def __init__(self, executor: Executor, text: TextModel, options: RunnerOptions, clock: Callable[[], float]) -> None:
-        options.check(executor.capacity)
-        self.executor = executor
+        super().__init__(executor, options)
         self.text = text
-        self.options = options
         self.cost = StepCost()
         self.counts = dict.fromkeys(
             ("started", "finished", "cancelled", "failed", "shutdown", "steps", "prefill_tokens", "decode_tokens"), 0
         )
         self._clock = clock
-        self._sessions: dict[int, SessionState] = {}
-        self._running: list[_Running] = []
-        self._next_number = 0
+        self._running: list[Running] = []
         self._n_turns = 0
-        self._n_uses = 0
         self._in_forward: dict[GenerationState, bool] = {}  # whether its rows are a prefill
         self._abort_lock = threading.RLock()  # a finalizer may come while its own thread holds it
         self._aborts_all = False
@@ -96,42 +61,13 @@ class Scheduler:
     # ---- sessions
 
     @property
-    def sessions(self) -> tuple[SessionState, ...]:
-        """All that are resident."""
-        return tuple(self._sessions.values())
-
-    @property
     def running(self) -> tuple[SessionState, ...]:
         """Those whose generation has not ended."""
         return tuple(running.session for running in self._running)
 
-    def open(self) -> SessionState:
-        """A new, empty session. Raises SessionLimitError."""
-        self._admit_session()
-        return self._register(self.executor.open(), [])
-
-    def _admit_session(self) -> None:
-        if reason := self._refusal():
-            raise SessionLimitError(reason)
-
-    def _refusal(self) -> str:
-        return self.options.refusal(len(self._sessions) + 1, self.executor.capacity, self.executor.run)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether one more session can be resident."""
-        return not self._refusal()
-
-    def _register(self, sequence: int, tokens: list[int], *, is_snapshot: bool = False) -> SessionState:
-        state = SessionState(self._next_number, sequence, tokens, is_snapshot=is_snapshot)
-        self._next_number += 1
-        self._sessions[state.number] = state
-        self._touch(state)
-        return state
-
-    def _touch(self, state: SessionState) -> None:
-        self._n_uses += 1
-        state.last_use = self._n_uses
+    def is_generating(self, state: SessionState) -> bool:
+        """Whether a generation of this session has not ended."""
+        return any(running.session is state for running in self._running)
 
     def close(self, state: SessionState) -> None:
         """Close a session; a generation in it is cancelled. Idempotent."""
@@ -143,44 +79,6 @@ class Scheduler:
         state.status = SessionStatus.CLOSED
         if not was_evicted:
             self.executor.close(state.sequence)
-
-    def clone(self, source: SessionState, upto: int, *, is_snapshot: bool = False) -> SessionState | None:
-        """A session of the first `upto` committed positions of `source`, or None where that cannot be had."""
-        if source.number not in self._sessions or source.status is not SessionStatus.OPEN:
-            return None
-        if not 0 <= upto <= source.position or not self.has_room:
-            return None
-        sequence = self.executor.clone(source.sequence, upto)
-        if sequence is None:
-            return None
-        try:
-            is_exact = self.executor.length(sequence) == upto
-        except BaseException:
-            self.executor.close(sequence)
-            raise
-        if not is_exact:
-            self.executor.close(sequence)
-            return None
-        self._touch(source)
-        return self._register(sequence, source.tokens[:upto], is_snapshot=is_snapshot)
-
-    def rewind(self, state: SessionState, to: int) -> int:
-        """Drop what a session holds from position `to` on, its pending token too; the new position.
-
-        Raises SessionError (poisoned, busy, closed) and PositionError, with nothing changed.
-        """
-        if state.status is SessionStatus.POISONED:
-            raise PoisonedError(state.refusal())
-        if state.number not in self._sessions or state.status is not SessionStatus.OPEN:
-            raise SessionError(state.refusal() or "the session was closed")
-        if any(running.session is state for running in self._running):
-            raise SessionBusyError("a session cannot be rewound while it generates: cancel the generation first")
-        if not 0 <= to <= state.position:
-            raise PositionError(f"cannot rewind to {to}: the session is at position {state.position}")
-        self.executor.rewind(state.sequence, to)
-        del state.tokens[to:]
-        state.pending = None
-        return to
 
     # ---- generations
 
@@ -194,7 +92,7 @@ class Scheduler:
             state.release(generation)
             return
         self._count_start(generation)
-        running = _Running(state, work, state.position)
+        running = Running(state, work, state.position)
         self._running.append(running)
         if generation.cancel_requested or state.close_requested:
             self._end(running, Reason.CANCELLED)
@@ -204,7 +102,7 @@ class Scheduler:
         except BaseException as error:
             self._fail(running, error)
 
-    def _begin(self, running: _Running) -> None:
+    def _begin(self, running: Running) -> None:
         state, request = running.session, running.work.request
         if state.number not in self._sessions or state.status is not SessionStatus.OPEN:
             kind = PoisonedError if state.status is SessionStatus.POISONED else SessionError
@@ -230,14 +128,14 @@ class Scheduler:
             raise InputError(f"this executor does not take {prepared.kind!r} inputs, or not this one with its model")
         return n
 
-    def _begin_delta(self, running: _Running, delta: npt.NDArray[np.int32] | PreparedInput, n: int) -> None:
+    def _begin_delta(self, running: Running, delta: npt.NDArray[np.int32] | PreparedInput, n: int) -> None:
         state = running.session
         lead = [] if state.pending is None else [state.pending]
         self._check_room(state.position + len(lead) + n)
         running.work.begin(state.tokens, lead, delta, n, self._clock())
         state.pending = None
 
-    def _begin_whole(self, running: _Running, tokens: npt.NDArray[np.int32]) -> None:
+    def _begin_whole(self, running: Running, tokens: npt.NDArray[np.int32]) -> None:
         state = running.session
         self._check_room(int(tokens.size))
         kept = min(common_prefix(state.tokens, tokens.tolist()), int(tokens.size) - 1)
@@ -272,7 +170,7 @@ class Scheduler:
                 self._aborts_all = True
                 self.executor.abort()
 
-    def _end(self, running: _Running, reason: Reason, error: BaseException | None = None) -> None:
+    def _end(self, running: Running, reason: Reason, error: BaseException | None = None) -> None:
         """Take a generation off; every end of one that was started comes through here."""
         with suppress(ValueError):
             self._running.remove(running)
@@ -311,7 +209,7 @@ class Scheduler:
         self._count_start(generation)
         self.settle(generation)
 
-    def _fail(self, running: _Running, error: BaseException) -> None:
+    def _fail(self, running: Running, error: BaseException) -> None:
         self._end(running, Reason.FAILED, failure(error))
 
     def refuse(self, generation: GenerationState, error: EngineError) -> None:
@@ -388,32 +286,25 @@ class Scheduler:
         claimed = sum(each.work.n_wanted for each in self._running if each.is_admitted and not each.work.is_decode)
         return self.executor.free_cells - claimed
 
-    def _plan(self) -> list[_Part]:
-        ready = [running for running in self._running if running.is_admitted]
-        n_vocab = self.executor.n_vocab
-        wants = [Want(each.work.n_wanted, each.work.limit(n_vocab), each.work.is_decode) for each in ready]
+    def _plan(self) -> list[Part]:
         self._n_turns += 1
-        taken = plan_step(wants, self.executor.max_batch_tokens, self.cost.prefill_budget(), self._n_turns)
-        parts = []
-        for running, n in zip(ready, taken, strict=True):
-            if n:
-                work = running.work
-                outputs = int(np.count_nonzero(work.outputs(n)))
-                parts.append(_Part(running, n, work.tokens(n), outputs, not work.is_decode))
-        return parts
+        ready = [running for running in self._running if running.is_admitted]
+        return plan_parts(ready, self.executor, self.cost.prefill_budget(), self._n_turns)
 
-    def _forward(self, parts: list[_Part]) -> None:
+    def _forward(self, parts: list[Part]) -> None:
         """One forward of `parts`. Raises PoolFullError, with nothing changed."""
         if self._fail_changed(parts):
             return
-        batch = _batch(parts)
+        batch = batch_of(parts)
         begun_at = self._clock()
+        # made outside of the lock: allocating may run finalizers, which may wait for other locks
+        in_forward = {part.running.work.state: part.is_prefill for part in parts}
         with self._abort_lock:
             if not self._aborts_all:
                 self.executor.clear_abort()
-            self._in_forward = {part.running.work.state: part.is_prefill for part in parts}
+            self._in_forward = in_forward
         try:
-            logits = _checked(self.executor.forward(batch), batch.n_outputs, self.executor.n_vocab)
+            logits = checked_logits(self.executor.forward(batch), batch.n_outputs, self.executor.n_vocab)
         except PoolFullError:
             raise
         except AbortedError:
@@ -436,7 +327,7 @@ class Scheduler:
             self._advance(part, logits[row : row + part.n_outputs], now)
             row += part.n_outputs
 
-    def _fail_changed(self, parts: list[_Part]) -> bool:
+    def _fail_changed(self, parts: list[Part]) -> bool:
         """Fail those whose prepared input is not what it was; whether there was one."""
         found = False
         for part in parts:
@@ -447,7 +338,7 @@ class Scheduler:
                 self._fail(part.running, error)
         return found
 
-    def _advance(self, part: _Part, rows: npt.NDArray[np.float32], now: float) -> None:
+    def _advance(self, part: Part, rows: npt.NDArray[np.float32], now: float) -> None:
         running = part.running
         if running not in self._running:
             return
@@ -459,7 +350,7 @@ class Scheduler:
             if reason is not None:
                 self._end(running, reason)
 
-    def _count(self, parts: list[_Part], seconds: float) -> None:
+    def _count(self, parts: list[Part], seconds: float) -> None:
         n_prefill = sum(part.n for part in parts if part.is_prefill)
         n_decode = sum(part.n for part in parts if not part.is_prefill)
         self.counts["steps"] += 1
@@ -469,7 +360,7 @@ class Scheduler:
 
     # ---- what goes wrong
 
-    def _undo(self, parts: list[_Part]) -> None:
+    def _undo(self, parts: list[Part]) -> None:
         """After an abort: nobody's fault but the cancelled one's; the others' rows are run again."""
         for part in parts:
             running = part.running
@@ -486,7 +377,7 @@ class Scheduler:
             return False
         return True
 
-    def _fail_all(self, parts: list[_Part], error: Exception) -> None:
+    def _fail_all(self, parts: list[Part], error: Exception) -> None:
         for part in parts:
             running = part.running
             if running.is_to_end:
@@ -498,14 +389,14 @@ class Scheduler:
             else:
                 self._poison(running, error)
 
-    def _poison(self, running: _Running, error: BaseException, reason: Reason = Reason.FAILED) -> None:
+    def _poison(self, running: Running, error: BaseException, reason: Reason = Reason.FAILED) -> None:
         running.session.status = SessionStatus.POISONED
         running.session.trouble = f"{type(error).__name__}: {error}"
         self._end(running, reason, failure(error) if reason is Reason.FAILED else None)
 
     # ---- room
 
-    def _make_room(self, parts: list[_Part], error: PoolFullError) -> list[_Part]:
+    def _make_room(self, parts: list[Part], error: PoolFullError) -> list[Part]:
         """What to try after a step that found too few cells: snapshots go first, then prefills wait, then a victim."""
         if self._evict_snapshot():
             return parts
@@ -517,7 +408,7 @@ class Scheduler:
         self._give_up(self._victim(), error)
         return []
 
-    def _victim(self) -> _Running:
+    def _victim(self) -> Running:
         admitted = [running for running in self._running if running.is_admitted]
         try:
             chosen = self.options.victim([running.session for running in admitted])
@@ -526,7 +417,7 @@ class Scheduler:
             log.exception("the choice of a victim failed: the youngest generation is given up")
             return admitted[-1]
 
-    def _give_up(self, running: _Running, error: PoolFullError) -> None:
+    def _give_up(self, running: Running, error: PoolFullError) -> None:
         """End a generation for lack of cells; its session goes back to where it was before."""
         state = running.session
         running.work.next_token = None
@@ -540,45 +431,6 @@ class Scheduler:
         del state.tokens[to:]
         state.pending = pending
         self._end(running, Reason.FAILED, PoolFullError(error.needed, error.free, error.capacity))
-
-    def _evict_snapshot(self) -> bool:
-        """Give up the cells of the snapshot that was used longest ago; whether there was one."""
-        snapshots = [state for state in self._sessions.values() if state.is_snapshot and state.active is None]
-        if not snapshots:
-            return False
-        oldest = min(snapshots, key=lambda state: state.last_use)
-        self._sessions.pop(oldest.number)
-        oldest.status = SessionStatus.EVICTED
-        oldest.trouble = "others needed its cells"
-        try:
-            self.executor.close(oldest.sequence)
-        except Exception:  # those who need its cells are not to blame
-            log.exception("a snapshot could not be closed")
-        return True
-
-
-def _batch(parts: Iterable[_Part]) -> Batch:
-    tokens, sequences, outputs, prepared = [], [], [], []
-    row = 0
-    for part in parts:
-        work = part.running.work
-        tokens.append(np.maximum(part.tokens, 0))
-        sequences.append(np.full(part.n, part.running.session.sequence, np.int64))
-        outputs.append(work.outputs(part.n))
-        if part.prepared is not None:
-            prepared.append(PreparedSlice(*part.prepared, row))
-        row += part.n
-    return Batch(np.concatenate(tokens), np.concatenate(sequences), np.concatenate(outputs), prepared=tuple(prepared))
-
-
-def _checked(logits: object, n_outputs: int, n_vocab: int) -> npt.NDArray[np.float32]:
-    shape = getattr(logits, "shape", None)
-    if not isinstance(logits, np.ndarray) or shape != (n_outputs, n_vocab):
-        raise ExecutorError(
-            f"an executor returned {'rows of shape ' + repr(shape) if shape else repr(type(logits).__name__)}, "
-            f"asked for were {n_outputs} rows of {n_vocab}"
-        )
-    return logits
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:

@@ -1,0 +1,80 @@
+"""A step taken apart: which rows are whose, the batch that they make, and what must come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ggml_engine.control.session_state import SessionState
+from ggml_engine.control.step_plan import Want, plan_step
+from ggml_engine.control.work import Work
+from ggml_engine.errors import ExecutorError
+from ggml_engine.executor.batch import Batch
+from ggml_engine.executor.prepared import PreparedInput, PreparedSlice
+from ggml_engine.executor.protocol import Executor
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A generation that has begun, or waits for room."""
+
+    session: SessionState
+    work: Work
+    first: int = 0  # the session's position before it
+    is_admitted: bool = False
+
+    @property
+    def is_to_end(self) -> bool:
+        """Whether its caller has no more use for it."""
+        return self.work.state.cancel_requested or self.session.close_requested
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """The rows of one generation in a step."""
+
+    running: Running
+    n: int
+    tokens: npt.NDArray[np.int32]
+    n_outputs: int
+    is_prefill: bool
+    prepared: tuple[PreparedInput, int, int] | None = None  # the input and its positions that these rows are
+
+
+def plan_parts(ready: Sequence[Running], executor: Executor, prefill_budget: int, turn: int) -> list[Part]:
+    """The parts of the next step, of those in `ready` that get a row; the rest as in `plan_step`."""
+    wants = [Want(each.work.n_wanted, each.work.limit(executor.n_vocab), each.work.is_decode) for each in ready]
+    parts = []
+    for running, n in zip(ready, plan_step(wants, executor.max_batch_tokens, prefill_budget, turn), strict=True):
+        if n:
+            work = running.work
+            outputs = int(np.count_nonzero(work.outputs(n)))
+            parts.append(Part(running, n, work.tokens(n), outputs, not work.is_decode))
+    return parts
+
+
+def batch_of(parts: Iterable[Part]) -> Batch:
+    tokens, sequences, outputs, prepared = [], [], [], []
+    row = 0
+    for part in parts:
+        work = part.running.work
+        tokens.append(np.maximum(part.tokens, 0))
+        sequences.append(np.full(part.n, part.running.session.sequence, np.int64))
+        outputs.append(work.outputs(part.n))
+        if part.prepared is not None:
+            prepared.append(PreparedSlice(*part.prepared, row))
+        row += part.n
+    return Batch(np.concatenate(tokens), np.concatenate(sequences), np.concatenate(outputs), prepared=tuple(prepared))
+
+
+def checked_logits(logits: object, n_outputs: int, n_vocab: int) -> npt.NDArray[np.float32]:
+    shape = getattr(logits, "shape", None)
+    if not isinstance(logits, np.ndarray) or shape != (n_outputs, n_vocab):
+        raise ExecutorError(
+            f"an executor returned {'rows of shape ' + repr(shape) if shape else repr(type(logits).__name__)}, "
+            f"asked for were {n_outputs} rows of {n_vocab}"
+        )
+    return logits
