@@ -262,6 +262,7 @@ class Scheduler(SessionTable):
             if running.is_to_end:
                 self._end(running, Reason.CANCELLED)
             elif running.work.is_decode and running.session.position >= self.session_limit:
+                running.work.publish_rest()
                 self._end(running, Reason.LENGTH)
         return len(self._running) < n_before
 

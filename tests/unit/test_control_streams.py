@@ -290,6 +290,19 @@ def test_text_that_was_held_back_is_shown_at_the_end_to_everybody(how: str) -> N
         assert "".join(made[0]) == shown
 
 
+def test_text_that_was_held_back_is_shown_when_the_context_is_full() -> None:
+    with bench(capacity=len(PROMPT) + 3) as b:
+        expected = b.expected(PROMPT, 4)  # three are committed, and one waits
+        stop = b.text.shown(expected) + "!"  # all that comes may begin it
+        session = b.open()
+        generation = session.generate_async(PROMPT, greedy(stop=[stop]))
+        assert generation.wait(WAIT_S)
+        assert generation.reason is Reason.LENGTH
+        assert generation.tokens == expected
+        assert generation.text == b.text.shown(expected)
+        assert "".join(generation) == generation.text
+
+
 # ---- waiting
 
 
