@@ -293,7 +293,7 @@ class Scheduler(SessionTable):
         return plan_parts(ready, self.executor, self.cost.prefill_budget(), self._n_turns)
 
     def _forward(self, parts: list[Part]) -> None:
-        """One forward of `parts`. Raises PoolFullError, with nothing changed."""
+        """One forward of `parts`; none where a prompt is to end. Raises PoolFullError, with nothing changed."""
         if self._fail_changed(parts):
             return
         batch = batch_of(parts)
@@ -305,6 +305,9 @@ class Scheduler(SessionTable):
                 self.executor.clear_abort()
             self._in_forward = in_forward
         try:
+            # who cancels from here on finds the forward, and who did before is found: one of the two sees the other
+            if any(part.is_prefill and part.running.is_to_end for part in parts):
+                return
             logits = checked_logits(self.executor.forward(batch), batch.n_outputs, self.executor.n_vocab)
         except PoolFullError:
             raise
