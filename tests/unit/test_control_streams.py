@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,6 +121,25 @@ def test_rows_for_prompt_logprobs_are_bounded(monkeypatch: pytest.MonkeyPatch) -
         chunks = b.executor.chunks_of(session._state.sequence)
         assert [chunk.n_outputs for chunk in chunks] == [3, 3, 3]
         assert len([each for each in generation.prompt_logprobs if each]) == len(PROMPT) - 1
+
+
+def test_rows_for_prompt_logprobs_are_not_kept() -> None:
+    with bench(max_batch_tokens=4) as b:
+        rows: list[weakref.ref[Any]] = []
+
+        def noted(logits: Any) -> Any:
+            rows.append(weakref.ref(logits if logits.base is None else logits.base))  # who owns the memory
+            return logits
+
+        for step in range(4):
+            b.executor.fail_forward(noted, step)
+        session = b.open()
+        with b.executor.holding_forward(after=4) as gate:
+            generation = session.generate_async(PROMPT, greedy(prompt_logprobs=1), max_tokens=9)
+            gate.wait_held()  # the prompt was read in three steps, and one decoded
+            assert [row() for row in rows[:3]] == [None] * 3
+        assert generation.result(WAIT_S)
+        assert len(generation.prompt_logprobs) == len(PROMPT)
 
 
 def test_equally_likely_tokens_come_in_order() -> None:
