@@ -102,11 +102,18 @@ class Session:
         max_tokens: int | None = None,
         timeout: float | None = None,
     ) -> Generation:
-        """`generate_async`, waited for. Raises what it failed with, TimeoutError, and WouldBlockError in a callback."""
+        """`generate_async`, waited for. Raises what it failed with, TimeoutError, and WouldBlockError in a callback.
+
+        Whatever ends the waiting, Ctrl-C included, cancels the generation.
+        """
         if self._core.is_engine_thread():
             raise WouldBlockError("generate waits for the thread that this callback runs on: use generate_async")
         generation = self.generate_async(delta, config, max_tokens=max_tokens)
-        generation.result(timeout)
+        try:
+            generation.result(timeout)
+        except BaseException:  # Ctrl-C and timeouts: a traceback that is kept must not keep it going
+            generation.cancel()
+            raise
         return generation
 
     def generate_async(

@@ -439,12 +439,13 @@ def test_generate_with_a_timeout_cancels_what_it_leaves() -> None:
         session = b.open()
         # the thread may be cancelled before the forward or in it: nothing has to be held
         b.executor.forward_gate.close()
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError) as raised:
             session.generate(PROMPT, greedy(max_tokens=3), timeout=0.01)
         b.executor.forward_gate.release()
         b.drain()
         assert not session.is_busy
         assert b.runner.stats()["cancelled"] == 1
+        assert raised.tb, "who keeps the traceback, as a prompt of Python's does, keeps the frames"
 
 
 WAITS: dict[str, Callable[[Runner, Session, Generation], object]] = {
