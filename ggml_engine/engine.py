@@ -118,8 +118,9 @@ class Engine:
     ) -> Generation:
         """Continue `prompt` (text, or token ids) as it is: no chat template.
 
-        Begins at once, in a session of its own that ends with the result. Text that spells a control token stays text
-        unless `parse_special`. Iterate the result for pieces of text. Raises InputError and ContextLengthError.
+        Begins at once, in a session of its own, closed when the generation has ended: a result that is kept holds no
+        cells. Text that spells a control token stays text unless `parse_special`. Iterate the result for pieces of
+        text. Raises InputError and ContextLengthError.
         """
         if isinstance(prompt, str):
             encoded = self.vocabulary.encode(prompt, add_special=True, parse_special=parse_special)

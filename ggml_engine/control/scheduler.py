@@ -181,7 +181,16 @@ class Scheduler(SessionTable):
             state.pending = token
         work.finish(reason, error)
         state.release(work.state)
+        if state.is_single_use:
+            self._close_spent(state)
         self.settle(work.state)
+
+    def _close_spent(self, state: SessionState) -> None:
+        """Close a session whose result may be kept: nobody can use its cells any more."""
+        try:
+            self.close(state)
+        except Exception:  # the generation has ended well
+            log.exception("a session could not be closed")
 
     def settle(self, generation: GenerationState) -> None:
         """Count an ended generation and tell `on_settled`, once."""

@@ -156,7 +156,8 @@ class Session:
     def generate_alone(
         self, tokens: Tokens, config: GenConfig | None = None, *, max_tokens: int | None = None
     ) -> Generation:
-        """As `generate_async`, with a result that owns this session: they end together."""
+        """As `generate_async`, with a result that owns this session: it is closed when the generation has ended."""
+        self._state.is_single_use = True
         return self._generate(tokens, Request(config or GenConfig(), max_tokens), keep=self)
 
     def _generate(self, delta: Tokens | PreparedInput, request: Request, *, keep: object = None) -> Generation:

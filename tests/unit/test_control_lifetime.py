@@ -115,6 +115,20 @@ def test_a_result_keeps_neither_its_session_nor_the_executor(monkeypatch: pytest
         assert broken.error is not None
 
 
+def test_results_that_are_kept_keep_no_cells() -> None:
+    with bench(capacity=64) as b:
+        kept = []
+        for prompt, n in ([0] * 30, 5), ([1] * 30, 5), ([2] * 60, None), ([], 5), ([4] * 30, 5):
+            kept.append(b.open().generate_alone(prompt, greedy(), max_tokens=n))
+            assert kept[-1].wait(WAIT_S)
+        ends = [Reason.LENGTH] * 3 + [Reason.FAILED, Reason.LENGTH]
+        assert [each.reason for each in kept] == ends, [each.error for each in kept]
+        b.drain()
+        assert b.executor.cache.used_cells == 0
+        assert b.runner.stats()["sessions"] == 0
+        assert kept[0].tokens == b.expected([0] * 30)
+
+
 def test_a_failed_result_that_is_dropped_lets_go_of_its_session() -> None:  # R53
     def fail(b_session: Session) -> None:
         generation = b_session.generate_alone([], greedy())
@@ -126,11 +140,12 @@ def test_a_failed_result_that_is_dropped_lets_go_of_its_session() -> None:  # R5
 
     with no_collector(), bench() as b:
         session = b.open()
+        gone = weakref.ref(session)
         fail(session)
-        n_closed = b.executor.n_closed
         del session
         b.drain()
-        assert b.executor.n_closed == n_closed + 1
+        assert gone() is None
+        assert b.executor.n_closed == 1
 
 
 def test_a_refusal_that_was_caught_keeps_nothing() -> None:  # R53
