@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from control_bench import PROMPT, bench, check_counts, eventually, greedy
@@ -113,6 +114,55 @@ def test_a_result_keeps_neither_its_session_nor_the_executor(monkeypatch: pytest
         eventually(lambda: gone() is None, "something keeps the executor")
         assert len(generation.tokens) == 3
         assert broken.error is not None
+
+
+@pytest.mark.parametrize("what", ["session", "runner"])
+def test_what_the_collector_finds_when_the_thread_lies_down_is_heard(what: str) -> None:  # R52
+    class Finalizer:
+        """Drops the last handle on the engine thread, at the last call before it sleeps."""
+
+        def __init__(self) -> None:
+            self.held: list[object] = []
+            self.is_armed = False
+
+        def __call__(self, frame: object, event: str, function: Any) -> None:
+            names = ("allocate_lock", "acquire", "get")  # whatever it sleeps in
+            if self.is_armed and event == "c_call" and function.__name__ in names:
+                self.is_armed = False
+                self.held.clear()
+
+    class Arm:
+        session = None
+        is_close = False
+
+        def run(self, core: object) -> None:
+            finalizer.is_armed = True
+
+        def refuse(self, core: object) -> None:
+            raise AssertionError
+
+    finalizer, executor = Finalizer(), FakeExecutor()
+    threading.setprofile(finalizer)
+    try:
+        runner = Runner(executor, FakeText())
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]  # which is how it is taken off
+    core, thread = runner._core, runner._core._thread
+    session = runner.open_session(WAIT_S)
+    finalizer.held = [session, *([runner] if what == "runner" else [])]
+    del session
+    if what == "runner":
+        del runner
+    core.submit(Arm())
+    eventually(lambda: executor.n_closed == 1, "the close is not heard")
+    assert not finalizer.held
+    if what == "runner":
+        assert thread is not None
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    else:
+        assert runner.shutdown(WAIT_S)
+    executor.check_balance()
 
 
 def test_results_that_are_kept_keep_no_cells() -> None:
