@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -76,15 +77,16 @@ class Core:
         self._outstanding: dict[int, Command] = {}
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()  # a fork takes no thread along
         self._engine_thread = EngineThread()
         self.is_engine_thread = self._engine_thread.is_current
 
     # ---- anybody's
 
     def submit(self, command: Command) -> None:
-        """Queue a command, or refuse it when the runner has stopped."""
+        """Queue a command, or refuse it when the runner has stopped, or stayed behind in the process that forked."""
         with self._lock:
-            is_taken = not self._is_stopping
+            is_taken = not self._is_stopping and os.getpid() == self._process
             if is_taken:
                 self._commands.append(command)
         if is_taken:

@@ -431,3 +431,38 @@ def test_a_process_that_ends_with_a_live_runner_is_silent() -> None:  # R53
             check=False,
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, "end None\n", "")
+
+
+def test_a_forked_process_is_told_that_the_runner_stayed_behind() -> None:
+    program = textwrap.dedent(
+        """
+        import os, sys
+        sys.path.insert(0, sys.argv[1])
+        from control_bench import PROMPT, bench, greedy
+        from fake_executor import WAIT_S
+        from ggml_engine.errors import ClosedError
+
+        with bench() as b:
+            session = b.session_at()
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    b.runner.open_session(WAIT_S)
+                except ClosedError:
+                    generation = session.generate_async([1], greedy())
+                    code = 0 if generation.wait(WAIT_S) and generation.reason.value == "shutdown" else 2
+                finally:
+                    os._exit(code)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert b.run(session, [1], 3), "the parent goes on"
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program, str(SUPPORT)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
