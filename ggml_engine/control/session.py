@@ -168,6 +168,8 @@ class Session:
         try:
             if state.close_requested:
                 raise ClosedError("the session was closed")
+            if request.is_whole and isinstance(delta, PreparedInput):
+                raise InputError("a history to generate from is token ids, a prepared input was given")
             taken = delta if isinstance(delta, PreparedInput) else self._checked(delta)
             request = replace(request, delta=taken)
             sampler = core.scheduler.text.sampler(request.config.sampler)
