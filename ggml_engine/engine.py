@@ -50,6 +50,7 @@ class Engine:
         self._template: ChatTemplate | None = None
         self._runner: Runner | None = None
         self._lock = threading.RLock()
+        self._is_closing = False
         self._closed = False
 
     @classmethod
@@ -118,8 +119,9 @@ class Engine:
     ) -> Generation:
         """Continue `prompt` (text, or token ids) as it is: no chat template.
 
-        Begins at once, in a session of its own that ends with the result. Text that spells a control token stays text
-        unless `parse_special`. Iterate the result for pieces of text. Raises InputError and ContextLengthError.
+        Begins at once, in a session of its own, closed when the generation has ended: a result that is kept holds no
+        cells. Text that spells a control token stays text unless `parse_special`. Iterate the result for pieces of
+        text. Raises InputError and ContextLengthError.
         """
         if isinstance(prompt, str):
             encoded = self.vocabulary.encode(prompt, add_special=True, parse_special=parse_special)
@@ -164,7 +166,7 @@ class Engine:
         Raises OptionError for options that cannot be, or that come too late, and ClosedError.
         """
         with self._lock:
-            if self._closed:
+            if self._is_closing:
                 raise ClosedError("the engine was closed")
             if self._runner is None:
                 from ggml_engine.control.runner import Runner  # noqa: PLC0415  # see above
@@ -204,12 +206,20 @@ class Engine:
     # ---- lifecycle
 
     def close(self) -> None:
-        """Free everything; idempotent. Stops a running step; generations over it raise ClosedError."""
+        """Free everything; idempotent. Stops a running step; generations over it raise ClosedError.
+
+        Raises EngineError, with nothing freed, in a callback and when a step or a callback does not end in 5 seconds:
+        the engine has stopped then, and may be closed once more.
+        """
+        with self._lock:
+            self._is_closing = True
+            runner = self._runner
+        # without the lock: a callback that is told of the end may ask for it, and the thread waits for its callbacks
+        if runner is not None and not runner.shutdown():
+            raise EngineError("nothing was freed: the engine's thread is busy, with this callback or a long step")
         with self._lock:
             if self._closed:
                 return
-            if self._runner is not None and not self._runner.shutdown():
-                raise EngineError("nothing was freed: the engine's thread is busy, with this callback or a long step")
             self._closed = True
             self.executor.close_all()
             self.model.free()

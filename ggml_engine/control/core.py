@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Protocol
 
 from ggml_engine.control.options import RunnerOptions
@@ -66,25 +68,31 @@ class Core:
         self.scheduler = Scheduler(executor, text, options, clock)
         self.clock = clock
         self._commands: deque[Command] = deque()
-        self._wake = threading.Condition()
+        self._lock = threading.RLock()  # a finalizer may come while its own thread holds it
+        # Finalizers run anywhere, on the engine thread just before it sleeps, too: a condition would lose such a call,
+        # a queue keeps it. What is in it says only that there may be something new.
+        self._calls: SimpleQueue[None] = SimpleQueue()
         self._is_stopping = False
         self._is_busy = False
         self._outstanding: dict[int, Command] = {}
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()  # a fork takes no thread along
         self._engine_thread = EngineThread()
         self.is_engine_thread = self._engine_thread.is_current
 
     # ---- anybody's
 
     def submit(self, command: Command) -> None:
-        """Queue a command, or refuse it when the runner has stopped."""
-        with self._wake:
-            if not self._is_stopping:
+        """Queue a command, or refuse it when the runner has stopped, or stayed behind in the process that forked."""
+        with self._lock:
+            is_taken = not self._is_stopping and os.getpid() == self._process
+            if is_taken:
                 self._commands.append(command)
-                self._wake.notify()
-                return
-        command.refuse(self)
+        if is_taken:
+            self._calls.put(None)
+        else:
+            command.refuse(self)
 
     def start(self) -> None:
         """Start the thread."""
@@ -93,9 +101,9 @@ class Core:
 
     def stop(self, timeout: float) -> bool:
         """Settle everything within `timeout` seconds; whether the thread has ended. Any thread, idempotent."""
-        with self._wake:
+        with self._lock:
             self._is_stopping = True
-            self._wake.notify_all()
+        self._calls.put(None)
         self.scheduler.abort()
         thread = self._thread
         if thread is None or self.is_engine_thread():
@@ -109,7 +117,7 @@ class Core:
 
     def _settle_from_outside(self) -> None:
         """The thread hangs in the executor: tell whoever waits, and leave the executor alone."""
-        with self._wake:
+        with self._lock:
             waiting = [*self._outstanding.values(), *self._commands]
             self._commands.clear()
         for command in waiting:
@@ -145,10 +153,9 @@ class Core:
 
     def _next_commands(self, *, may_wait: bool) -> bool:
         """Run all queued commands, and those that they queue; False when it is time to stop."""
+        self._wait_for_call(may_wait=may_wait)
         while True:
-            with self._wake:
-                while may_wait and not self._commands and not self._is_stopping:
-                    self._wake.wait()
+            with self._lock:
                 if self._is_stopping:
                     left = list(self._commands)
                     self._commands.clear()
@@ -159,13 +166,19 @@ class Core:
                 number = next(self._numbers)
                 self._outstanding[number] = command
             self._run_one(command)
-            with self._wake:
+            with self._lock:
                 del self._outstanding[number]
             del command
-            may_wait = False
         for command in left:
             command.refuse(self)
         return False
+
+    def _wait_for_call(self, *, may_wait: bool) -> None:
+        """Sleep until there is something to do where that may be, and forget who called so far."""
+        while may_wait and not self._commands and not self._is_stopping:
+            self._calls.get()
+        for _ in range(self._calls.qsize()):  # these came before what is looked at next
+            self._calls.get()
 
     def _run_one(self, command: Command) -> None:
         try:
@@ -185,7 +198,7 @@ class Core:
         kept: list[Command] = []
         sessions = {id(needed)}
         closes: list[Command] = []
-        with self._wake:
+        with self._lock:
             while self._commands:
                 command = self._commands.popleft()
                 is_next = command.is_close and id(command.session) not in sessions

@@ -181,7 +181,16 @@ class Scheduler(SessionTable):
             state.pending = token
         work.finish(reason, error)
         state.release(work.state)
+        if state.is_single_use:
+            self._close_spent(state)
         self.settle(work.state)
+
+    def _close_spent(self, state: SessionState) -> None:
+        """Close a session whose result may be kept: nobody can use its cells any more."""
+        try:
+            self.close(state)
+        except Exception:  # the generation has ended well
+            log.exception("a session could not be closed")
 
     def settle(self, generation: GenerationState) -> None:
         """Count an ended generation and tell `on_settled`, once."""
@@ -262,6 +271,7 @@ class Scheduler(SessionTable):
             if running.is_to_end:
                 self._end(running, Reason.CANCELLED)
             elif running.work.is_decode and running.session.position >= self.session_limit:
+                running.work.publish_rest()
                 self._end(running, Reason.LENGTH)
         return len(self._running) < n_before
 
@@ -292,7 +302,7 @@ class Scheduler(SessionTable):
         return plan_parts(ready, self.executor, self.cost.prefill_budget(), self._n_turns)
 
     def _forward(self, parts: list[Part]) -> None:
-        """One forward of `parts`. Raises PoolFullError, with nothing changed."""
+        """One forward of `parts`; none where a prompt is to end. Raises PoolFullError, with nothing changed."""
         if self._fail_changed(parts):
             return
         batch = batch_of(parts)
@@ -304,6 +314,9 @@ class Scheduler(SessionTable):
                 self.executor.clear_abort()
             self._in_forward = in_forward
         try:
+            # who cancels from here on finds the forward, and who did before is found: one of the two sees the other
+            if any(part.is_prefill and part.running.is_to_end for part in parts):
+                return
             logits = checked_logits(self.executor.forward(batch), batch.n_outputs, self.executor.n_vocab)
         except PoolFullError:
             raise

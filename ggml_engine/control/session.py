@@ -102,11 +102,18 @@ class Session:
         max_tokens: int | None = None,
         timeout: float | None = None,
     ) -> Generation:
-        """`generate_async`, waited for. Raises what it failed with, TimeoutError, and WouldBlockError in a callback."""
+        """`generate_async`, waited for. Raises what it failed with, TimeoutError, and WouldBlockError in a callback.
+
+        Whatever ends the waiting, Ctrl-C included, cancels the generation.
+        """
         if self._core.is_engine_thread():
             raise WouldBlockError("generate waits for the thread that this callback runs on: use generate_async")
         generation = self.generate_async(delta, config, max_tokens=max_tokens)
-        generation.result(timeout)
+        try:
+            generation.result(timeout)
+        except BaseException:  # Ctrl-C and timeouts: a traceback that is kept must not keep it going
+            generation.cancel()
+            raise
         return generation
 
     def generate_async(
@@ -149,7 +156,8 @@ class Session:
     def generate_alone(
         self, tokens: Tokens, config: GenConfig | None = None, *, max_tokens: int | None = None
     ) -> Generation:
-        """As `generate_async`, with a result that owns this session: they end together."""
+        """As `generate_async`, with a result that owns this session: it is closed when the generation has ended."""
+        self._state.is_single_use = True
         return self._generate(tokens, Request(config or GenConfig(), max_tokens), keep=self)
 
     def _generate(self, delta: Tokens | PreparedInput, request: Request, *, keep: object = None) -> Generation:
@@ -160,6 +168,8 @@ class Session:
         try:
             if state.close_requested:
                 raise ClosedError("the session was closed")
+            if request.is_whole and isinstance(delta, PreparedInput):
+                raise InputError("a history to generate from is token ids, a prepared input was given")
             taken = delta if isinstance(delta, PreparedInput) else self._checked(delta)
             request = replace(request, delta=taken)
             sampler = core.scheduler.text.sampler(request.config.sampler)

@@ -34,6 +34,7 @@ class SessionState:
         self.is_snapshot = is_snapshot
         self.last_use = 0
         self.close_requested = False
+        self.is_single_use = False  # to be closed when its generation has ended
         self._lock = threading.RLock()  # a finalizer may come while its own thread holds it
         self._active: GenerationState | None = None
 

@@ -183,7 +183,9 @@ class Work:
             found = None if before is None or token == OPAQUE else token_logprobs(before, token, n_top)
             self.state.prompt_logprobs.append(found)
             before = rows[i]
-        self._row_before = before
+        # a copy: a view would keep all rows of its step; after the prompt nobody asks for it
+        is_last = self._done + tokens.size >= self.n_prompt
+        self._row_before = None if is_last or before is None else before.copy()
 
     def _sample(self, row: npt.NDArray[np.float32], now: float) -> Reason | None:
         token = self.sampler.sample(row)

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from control_bench import PROMPT, bench, check_counts, eventually, greedy
@@ -115,6 +116,69 @@ def test_a_result_keeps_neither_its_session_nor_the_executor(monkeypatch: pytest
         assert broken.error is not None
 
 
+@pytest.mark.parametrize("what", ["session", "runner"])
+def test_what_the_collector_finds_when_the_thread_lies_down_is_heard(what: str) -> None:  # R52
+    class Finalizer:
+        """Drops the last handle on the engine thread, at the last call before it sleeps."""
+
+        def __init__(self) -> None:
+            self.held: list[object] = []
+            self.is_armed = False
+
+        def __call__(self, frame: object, event: str, function: Any) -> None:
+            names = ("allocate_lock", "acquire", "get")  # whatever it sleeps in
+            if self.is_armed and event == "c_call" and function.__name__ in names:
+                self.is_armed = False
+                self.held.clear()
+
+    class Arm:
+        session = None
+        is_close = False
+
+        def run(self, core: object) -> None:
+            finalizer.is_armed = True
+
+        def refuse(self, core: object) -> None:
+            raise AssertionError
+
+    finalizer, executor = Finalizer(), FakeExecutor()
+    threading.setprofile(finalizer)
+    try:
+        runner = Runner(executor, FakeText())
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]  # which is how it is taken off
+    core, thread = runner._core, runner._core._thread
+    session = runner.open_session(WAIT_S)
+    finalizer.held = [session, *([runner] if what == "runner" else [])]
+    del session
+    if what == "runner":
+        del runner
+    core.submit(Arm())
+    eventually(lambda: executor.n_closed == 1, "the close is not heard")
+    assert not finalizer.held
+    if what == "runner":
+        assert thread is not None
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    else:
+        assert runner.shutdown(WAIT_S)
+    executor.check_balance()
+
+
+def test_results_that_are_kept_keep_no_cells() -> None:
+    with bench(capacity=64) as b:
+        kept = []
+        for prompt, n in ([0] * 30, 5), ([1] * 30, 5), ([2] * 60, None), ([], 5), ([4] * 30, 5):
+            kept.append(b.open().generate_alone(prompt, greedy(), max_tokens=n))
+            assert kept[-1].wait(WAIT_S)
+        ends = [Reason.LENGTH] * 3 + [Reason.FAILED, Reason.LENGTH]
+        assert [each.reason for each in kept] == ends, [each.error for each in kept]
+        b.drain()
+        assert b.executor.cache.used_cells == 0
+        assert b.runner.stats()["sessions"] == 0
+        assert kept[0].tokens == b.expected([0] * 30)
+
+
 def test_a_failed_result_that_is_dropped_lets_go_of_its_session() -> None:  # R53
     def fail(b_session: Session) -> None:
         generation = b_session.generate_alone([], greedy())
@@ -126,11 +190,12 @@ def test_a_failed_result_that_is_dropped_lets_go_of_its_session() -> None:  # R5
 
     with no_collector(), bench() as b:
         session = b.open()
+        gone = weakref.ref(session)
         fail(session)
-        n_closed = b.executor.n_closed
         del session
         b.drain()
-        assert b.executor.n_closed == n_closed + 1
+        assert gone() is None
+        assert b.executor.n_closed == 1
 
 
 def test_a_refusal_that_was_caught_keeps_nothing() -> None:  # R53
@@ -366,3 +431,38 @@ def test_a_process_that_ends_with_a_live_runner_is_silent() -> None:  # R53
             check=False,
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, "end None\n", "")
+
+
+def test_a_forked_process_is_told_that_the_runner_stayed_behind() -> None:
+    program = textwrap.dedent(
+        """
+        import os, sys
+        sys.path.insert(0, sys.argv[1])
+        from control_bench import PROMPT, bench, greedy
+        from fake_executor import WAIT_S
+        from ggml_engine.errors import ClosedError
+
+        with bench() as b:
+            session = b.session_at()
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    b.runner.open_session(WAIT_S)
+                except ClosedError:
+                    generation = session.generate_async([1], greedy())
+                    code = 0 if generation.wait(WAIT_S) and generation.reason.value == "shutdown" else 2
+                finally:
+                    os._exit(code)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert b.run(session, [1], 3), "the parent goes on"
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program, str(SUPPORT)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

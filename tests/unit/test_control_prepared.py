@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +37,15 @@ class Sized(PreparedInput):
 
     def content_hash(self) -> bytes:
         return b"sized"
+
+
+def test_a_whole_history_is_no_prepared_input() -> None:  # R47 R109
+    with bench(kinds=KINDS) as b:
+        session = b.session_at()
+        given: Any = rows()
+        assert_failed(session.generate_from(given, greedy()), "a history to generate from is token ids")
+        assert session.tokens == PROMPT
+        assert session.pending is not None
 
 
 def test_an_input_that_is_not_accepted_fails_alone() -> None:  # R44

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,6 +121,25 @@ def test_rows_for_prompt_logprobs_are_bounded(monkeypatch: pytest.MonkeyPatch) -
         chunks = b.executor.chunks_of(session._state.sequence)
         assert [chunk.n_outputs for chunk in chunks] == [3, 3, 3]
         assert len([each for each in generation.prompt_logprobs if each]) == len(PROMPT) - 1
+
+
+def test_rows_for_prompt_logprobs_are_not_kept() -> None:
+    with bench(max_batch_tokens=4) as b:
+        rows: list[weakref.ref[Any]] = []
+
+        def noted(logits: Any) -> Any:
+            rows.append(weakref.ref(logits if logits.base is None else logits.base))  # who owns the memory
+            return logits
+
+        for step in range(4):
+            b.executor.fail_forward(noted, step)
+        session = b.open()
+        with b.executor.holding_forward(after=4) as gate:
+            generation = session.generate_async(PROMPT, greedy(prompt_logprobs=1), max_tokens=9)
+            gate.wait_held()  # the prompt was read in three steps, and one decoded
+            assert [row() for row in rows[:3]] == [None] * 3
+        assert generation.result(WAIT_S)
+        assert len(generation.prompt_logprobs) == len(PROMPT)
 
 
 def test_equally_likely_tokens_come_in_order() -> None:
@@ -290,6 +311,19 @@ def test_text_that_was_held_back_is_shown_at_the_end_to_everybody(how: str) -> N
         assert "".join(made[0]) == shown
 
 
+def test_text_that_was_held_back_is_shown_when_the_context_is_full() -> None:
+    with bench(capacity=len(PROMPT) + 3) as b:
+        expected = b.expected(PROMPT, 4)  # three are committed, and one waits
+        stop = b.text.shown(expected) + "!"  # all that comes may begin it
+        session = b.open()
+        generation = session.generate_async(PROMPT, greedy(stop=[stop]))
+        assert generation.wait(WAIT_S)
+        assert generation.reason is Reason.LENGTH
+        assert generation.tokens == expected
+        assert generation.text == b.text.shown(expected)
+        assert "".join(generation) == generation.text
+
+
 # ---- waiting
 
 
@@ -405,12 +439,13 @@ def test_generate_with_a_timeout_cancels_what_it_leaves() -> None:
         session = b.open()
         # the thread may be cancelled before the forward or in it: nothing has to be held
         b.executor.forward_gate.close()
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError) as raised:
             session.generate(PROMPT, greedy(max_tokens=3), timeout=0.01)
         b.executor.forward_gate.release()
         b.drain()
         assert not session.is_busy
         assert b.runner.stats()["cancelled"] == 1
+        assert raised.tb, "who keeps the traceback, as a prompt of Python's does, keeps the frames"
 
 
 WAITS: dict[str, Callable[[Runner, Session, Generation], object]] = {

@@ -105,6 +105,29 @@ def test_what_the_end_of_a_victim_queues_runs_before_the_next_forward(hand: ByHa
     assert other.reason is None
 
 
+@pytest.mark.parametrize("how", ["cancel", "close"])
+def test_an_end_asked_for_just_before_the_forward_spares_the_forward(
+    hand: ByHand, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # R107
+    session, other = hand.open(), hand.open()
+    generation = session.generate_async(list(range(9)))
+    beside = other.generate_async([1], GenConfig(max_tokens=2, sampler=SamplerConfig(temperature=0.0)))
+    end = generation.cancel if how == "cancel" else session.close
+
+    def clear_abort() -> None:  # the step is made up by then, and nobody could know of its forward yet
+        end()
+        FakeExecutor.clear_abort(hand.executor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hand.executor, "clear_abort", clear_abort)
+        hand.turns(2)
+    assert generation.reason is Reason.CANCELLED
+    assert generation.stats.evaluated_tokens == 0
+    hand.turns(3)
+    assert beside.result(0)
+    assert beside.tokens == hand.executor.expected([1], 2)
+
+
 def test_a_closed_session_says_so_and_one_that_is_closed_later_is_cancelled(hand: ByHand) -> None:  # R55
     session = hand.open()
     before = session.generate_async([1, 2])
