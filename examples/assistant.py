@@ -17,12 +17,13 @@ from ggml_engine import Engine, GenConfig, Generation, SamplerConfig, Session, U
 
 @dataclass
 class Chat:
-    """One window: its session, its turns, and the reply that is being written."""
+    """One window: its session, its turns, the reply that is being written, and what is to be said after it."""
 
     name: str
     session: Session
     turns: list[dict[str, str]] = field(default_factory=list)
     reply: Generation | None = None
+    next: str | None = None
 
 
 class Assistant:
@@ -31,50 +32,75 @@ class Assistant:
     def __init__(self, engine: Engine, max_tokens: int) -> None:
         self.engine = engine
         self.config = GenConfig(max_tokens=max_tokens, sampler=SamplerConfig(temperature=0.0))
-        self.events: queue.Queue[tuple[str, str | None]] = queue.Queue()  # a GUI would post to its own loop
+        self.events: queue.Queue[tuple[Chat, str | None]] = queue.Queue()  # a GUI would post to its own loop
+        self.n_running = 0
 
     def open(self, name: str) -> Chat:
         """A new window."""
         return Chat(name, self.engine.session())
 
     def send(self, chat: Chat, text: str) -> None:
-        """The user said something."""
-        chat.turns.append({"role": "user", "content": text})
-        tokens = self.engine.encode_chat(chat.turns)
+        """The user said something; a reply that is still being written is cut off first."""
+        if chat.reply is not None:
+            chat.next = text
+            chat.reply.cancel()
+            return
+        turns = [*chat.turns, {"role": "user", "content": text}]
+        tokens = self.engine.encode_chat(turns)
+        chat.turns = turns
 
         def show(update: Update) -> None:
             if update.text:
-                self.events.put((chat.name, update.text))
+                self.events.put((chat, update.text))
 
         # only what differs from what the session holds is read again
+        self.n_running += 1
         chat.reply = chat.session.generate_from(
-            tokens, self.config, on_update=show, on_settled=lambda _: self.events.put((chat.name, None))
+            tokens, self.config, on_update=show, on_settled=lambda _: self.events.put((chat, None))
         )
 
     def edit(self, chat: Chat, text: str) -> None:
         """The user changed the last question: it and its answer are replaced."""
-        while chat.turns and chat.turns[-1]["role"] != "user":
-            chat.turns.pop()
-        chat.turns.pop()
+        self._drop_last_turn(chat)
         self.send(chat, text)
+
+    def retry(self, chat: Chat) -> None:
+        """The user wants another answer to the last question."""
+        question = next(turn["content"] for turn in reversed(chat.turns) if turn["role"] == "user")
+        self.edit(chat, question)
 
     def cancel(self, chat: Chat) -> None:
         """The cancel button: takes effect before the next token, or inside the reading of a long prompt."""
         if chat.reply is not None:
             chat.reply.cancel()
 
-    def wait(self, chats: list[Chat]) -> None:
+    def run(self) -> None:
         """Show what comes until all replies have ended. (A GUI has its own loop in place of this.)"""
-        n_running = len(chats)
-        while n_running:
-            name, text = self.events.get(timeout=120)
+        while self.n_running:
+            chat, text = self.events.get(timeout=120)
             if text is None:
-                n_running -= 1
+                self._end(chat)
             else:
-                print(f"[{name}] {text!r}")
-        for chat in chats:
-            if chat.reply is not None:
-                chat.turns.append({"role": "assistant", "content": chat.reply.text})
+                print(f"[{chat.name}] {text!r}")
+
+    def _end(self, chat: Chat) -> None:
+        reply, chat.reply = chat.reply, None
+        self.n_running -= 1
+        if reply is None or reply.error is not None:
+            print(f"[{chat.name}] failed: {reply.error if reply else 'no reply'}")
+            chat.turns.pop()  # the question can be asked again
+        else:
+            chat.turns.append({"role": "assistant", "content": reply.text})
+            reason, stats = reply.reason.value if reply.reason else "running", reply.stats
+            print(f"[{chat.name}] {reason}: {stats.reused_tokens} tokens were kept, {stats.evaluated_tokens} read")
+        text, chat.next = chat.next, None
+        if text is not None:
+            self.send(chat, text)
+
+    @staticmethod
+    def _drop_last_turn(chat: Chat) -> None:
+        while chat.turns and chat.turns.pop()["role"] != "user":
+            pass
 
 
 def main() -> None:
@@ -88,18 +114,17 @@ def main() -> None:
         work, home = assistant.open("work"), assistant.open("home")
         assistant.send(work, "Name three colours.")
         assistant.send(home, "What is the capital of Italy?")
-        assistant.wait([work, home])  # both in the same forwards
+        assistant.run()  # both in the same forwards
 
         assistant.edit(home, "What is the capital of Spain?")
-        assistant.wait([home])
-        if home.reply is not None:
-            stats = home.reply.stats
-            print(f"edited: {stats.reused_tokens} tokens were kept, {stats.evaluated_tokens} read")
+        assistant.retry(work)
+        assistant.run()
 
         assistant.send(work, "Tell me a very long story about each of them.")
         assistant.cancel(work)
-        assistant.wait([work])
-        print(f"cancelled: {work.reply.reason.value if work.reply and work.reply.reason else 'running'}")
+        assistant.send(home, "Tell me everything about it.")
+        assistant.send(home, "Stop. Just its name, please.")  # cuts the reply off
+        assistant.run()
 
 
 if __name__ == "__main__":

@@ -59,7 +59,10 @@ class Update:
 
 @dataclass(slots=True)
 class GenerationStats:
-    """Counts and times of a generation. Times in seconds since it was asked for, the wait in the queue apart."""
+    """Counts and times of a generation, in seconds.
+
+    `queued_s` is the wait before its prompt was begun; all other times count from there.
+    """
 
     prompt_tokens: int = 0
     reused_tokens: int = 0
@@ -100,6 +103,11 @@ class Request:
     on_breakpoint: OnBreakpoint | None = None
     on_settled: OnSettled | None = None
     delta: npt.NDArray[np.int32] | PreparedInput = field(default_factory=lambda: np.empty(0, np.int32))
+
+    @property
+    def has_listener(self) -> bool:
+        """Whether somebody hears of it without a handle."""
+        return any(each is not None for each in (self.on_update, self.on_breakpoint, self.on_settled))
 
 
 class GenerationState:
@@ -226,7 +234,7 @@ class Generation(Iterator[str]):
     """Iterate (`for` or `async for`) for pieces of text; a piece never holds half a character.
 
     `tokens` are those sampled so far, the end token included; `text` is what was shown. Dropping the handle cancels,
-    unless an `on_update` listens. Usable from any thread; what waits refuses to in a callback (WouldBlockError).
+    unless a callback listens. Usable from any thread; what waits refuses to in a callback (WouldBlockError).
     """
 
     def __init__(self, state: GenerationState, keep: object = None, *, cancels_when_dropped: bool = True) -> None:

@@ -86,7 +86,8 @@ class Runner:
     def shutdown(self, timeout: float = SHUTDOWN_S) -> bool:
         """End every generation and close every session; every future is settled when this returns.
 
-        False when the executor did not return within `timeout` seconds: then its thread is left behind. Idempotent.
+        False when the executor did not return within `timeout` seconds: then its thread is left behind. In a callback
+        it returns False at once, and the runner ends after it. Idempotent.
         """
         return self._core.stop(timeout)
 

@@ -1,8 +1,9 @@
 """`Scheduler`: sessions, their generations, and one step after the other.
 
-Pure: no thread, no randomness, and a clock that is given. The runner's thread drives it; so can a simulator. Every
-method is the engine thread's but `cancel`, which any thread may call. Errors of a step end the generations that they
-concern and never leave `step`.
+Pure: no thread, no randomness, and a clock that is given. The runner's thread drives it; so can a simulator. `cancel`
+and `abort` may come from any thread, and so does what ends requests after the runner has stopped (`shut`, `refuse`,
+`settle`); all else is the engine thread's. Errors of a step end the generations that they concern and never leave
+`step`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ggml_engine.control.text import TextModel, TokenSampler
 from ggml_engine.control.work import Work
 from ggml_engine.errors import (
     AbortedError,
+    AllocationError,
     ContextLengthError,
     EngineError,
     ExecutorError,
@@ -290,6 +292,7 @@ class Scheduler(SessionTable):
             if needed > room and any(each.is_admitted for each in self._running):
                 return  # it waits: what runs may free cells
             running.is_admitted = True
+            running.work.admit(self._clock())
             room -= needed
 
     def _room_beside_prefills(self) -> int:
@@ -322,6 +325,12 @@ class Scheduler(SessionTable):
             raise
         except AbortedError:
             self._undo(parts)
+            return
+        except (AllocationError, MemoryError) as error:
+            # nothing was computed: one gives way, the others try again with less
+            self._undo(parts)
+            if any(running.is_admitted for running in self._running):
+                self._give_up(self._victim(), failure(error))
             return
         except Exception as error:
             log.exception("a forward of %d tokens failed", batch.n_tokens)
@@ -430,8 +439,8 @@ class Scheduler(SessionTable):
             log.exception("the choice of a victim failed: the youngest generation is given up")
             return admitted[-1]
 
-    def _give_up(self, running: Running, error: PoolFullError) -> None:
-        """End a generation for lack of cells; its session goes back to where it was before."""
+    def _give_up(self, running: Running, error: EngineError) -> None:
+        """End a generation for lack of cells or memory; its session goes back to where it was before it began."""
         state = running.session
         running.work.next_token = None
         pending = running.work.lead_token
@@ -443,7 +452,7 @@ class Scheduler(SessionTable):
             return
         del state.tokens[to:]
         state.pending = pending
-        self._end(running, Reason.FAILED, PoolFullError(error.needed, error.free, error.capacity))
+        self._end(running, Reason.FAILED, error)
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:

@@ -130,8 +130,9 @@ class Session:
 
         Never raises: what cannot be ends the generation as failed. Callbacks run on the engine thread and must not
         wait; what they queue runs before the next forward. `on_update` gets every `Update`, `on_breakpoint` the
-        position of each prefill breakpoint, `on_settled` the generation, once, when it has ended. `max_tokens` stands
-        for the one in `config`.
+        position of each prefill breakpoint, `on_settled` the generation, once, when it has ended (on the caller's
+        thread where the runner has stopped). `max_tokens` stands for the one in `config`. `delta` are token ids
+        [tokens]. The session must be kept: dropping it cancels; dropping the result cancels where no callback listens.
         """
         request = Request(config or GenConfig(), max_tokens, False, on_update, on_breakpoint, on_settled)
         return self._generate(delta, request)
@@ -176,7 +177,7 @@ class Session:
         except Exception as error:
             trouble = failure(without_frames(error))  # while it waits to be told, it must not keep this session
         generation = GenerationState(request, core.clock(), core.is_engine_thread, core.scheduler.cancel)
-        handle = Generation(generation, keep, cancels_when_dropped=request.on_update is None)
+        handle = Generation(generation, keep, cancels_when_dropped=not request.has_listener)
         if sampler is not None and state.claim(generation):
             core.submit(StartCommand(state, generation, sampler))
             return handle

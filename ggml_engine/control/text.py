@@ -77,5 +77,5 @@ class VocabularyText:
         return Sampler(self.vocabulary, config)
 
     def decoder(self) -> StreamDecoder:
-        """A decoder for one generation."""
-        return StreamDecoder(self.vocabulary)
+        """A decoder for one generation; it goes on after a prompt, so a leading space is part of the text."""
+        return StreamDecoder(self.vocabulary, continues=True)

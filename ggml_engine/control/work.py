@@ -61,11 +61,10 @@ class Work:
         self._delta = delta
         self._n_delta = n_delta
         self.first_position = len(history)
-        self._begun_at = now
+        self.admit(now)
         stats = self.state.stats
         stats.prompt_tokens = len(history) + self.n_prompt
         stats.reused_tokens = len(history)
-        stats.queued_s = now - self.state.asked_at
         seen = [*history, *self._lead.tolist()]
         if not isinstance(delta, PreparedInput):
             seen += delta.tolist()
@@ -81,6 +80,11 @@ class Work:
     def uncommitted_token(self) -> int | None:
         """The token that stays pending when it ends now: the last one sampled, or the one it never came to commit."""
         return self.lead_token if self._lead.size and not self._done else self.next_token
+
+    def admit(self, now: float) -> None:
+        """Its prompt may be read from now on: what it waited for room is time in the queue."""
+        self._begun_at = now
+        self.state.stats.queued_s = now - self.state.asked_at
 
     @property
     def n_prompt(self) -> int:

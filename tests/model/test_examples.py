@@ -38,7 +38,10 @@ def test_the_assistant_edits_and_cancels() -> None:
     shown = run("assistant.py", "--max-tokens", "6")
     assert "[work]" in shown
     assert "[home]" in shown
-    kept = re.search(r"edited: (\d+) tokens were kept, (\d+) read", shown)
-    assert kept is not None
-    assert int(kept[1]) > int(kept[2]) > 0
-    assert "cancelled: cancelled" in shown
+    turns = re.findall(r"\[(\w+)\] (\w+): (\d+) tokens were kept, (\d+) read", shown)
+    assert sorted(turn[:2] for turn in turns[:4]) == sorted(2 * [("home", "length"), ("work", "length")])
+    for name, _, kept, read in turns[2:4]:
+        assert int(kept) > int(read) > 0, name  # an edit and a retry read only what is new
+    # one button, one question that cut a reply off, and its own reply
+    assert sorted(turn[:2] for turn in turns[4:]) == [("home", "cancelled"), ("home", "length"), ("work", "cancelled")]
+    assert "failed" not in shown

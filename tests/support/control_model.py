@@ -41,6 +41,11 @@ class Asked:
     on_settled: bool = False
     script: dict[int, str] = field(default_factory=dict)
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether a callback hears of it when nobody has its handle."""
+        return self.listens or self.on_settled
+
 
 @dataclass(slots=True, eq=False)
 class ModelGeneration:

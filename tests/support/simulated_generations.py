@@ -73,7 +73,7 @@ class GeneratingCallers(Callers):
             model.active = generation
         self.next_expectation = expectation
         handle = self._generate(session, generation)
-        if not asked.listens and self.random.random() < 0.1:
+        if not asked.is_heard and self.random.random() < 0.1:
             self.note(f"generation {generation.number} is dropped")
             generation.cancel_asked = True
         else:
@@ -195,6 +195,6 @@ class GeneratingCallers(Callers):
         if self.generations:
             number = self.random.choice(list(self.generations))
             self.note(f"drop generation {number}")
-            if not self.asked[number].asked.listens:
+            if not self.asked[number].asked.is_heard:
                 self.asked[number].cancel_asked = True
             del self.generations[number]

@@ -15,6 +15,7 @@ from ggml_engine.control.options import RunnerOptions
 from ggml_engine.control.runner import Runner
 from ggml_engine.control.session import Session
 from ggml_engine.errors import (
+    AllocationError,
     ClosedError,
     ContextLengthError,
     EngineError,
@@ -409,3 +410,18 @@ def test_a_full_reservation_counts_whole_runs() -> None:  # R50
             assert generation.wait(WAIT_S)
             assert generation.reason is Reason.LENGTH
             assert generation.tokens == b.expected(prompt, 11)
+
+
+def test_memory_that_cannot_be_had_takes_one_victim_and_poisons_nobody() -> None:  # R50
+    with bench() as b:
+        sessions = [b.open(), b.open()]
+        b.executor.fail_forward(AllocationError("no memory"), at=1)  # the first that both are in
+        running = b.start_together(sessions, 12)
+        for generation in running:
+            assert generation.wait(WAIT_S)
+        failed = [generation for generation in running if generation.reason is Reason.FAILED]
+        assert len(failed) == 1
+        assert isinstance(failed[0].error, AllocationError)
+        assert [session.status for session in sessions] == ["open", "open"]
+        left = next(generation for generation in running if generation.reason is not Reason.FAILED)
+        assert left.tokens == b.expected([running.index(left) + 1], 12)
