@@ -29,13 +29,14 @@ class MachineMemory:
 
 def machine_memory() -> MachineMemory | None:
     """What there is now; None where it cannot be told."""
+    platform: str = sys.platform  # as a variable: a type checker would leave out what is for others
     try:
-        if sys.platform == "linux":
+        if platform == "linux":
             return within_limit(parse_meminfo(Path("/proc/meminfo").read_text(encoding="ascii")), _cgroup())
-        if sys.platform == "darwin":
+        if platform == "darwin":
             done = subprocess.run(["/usr/bin/vm_stat"], capture_output=True, text=True, timeout=5, check=True)
             return parse_vm_stat(done.stdout, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-        if sys.platform == "win32":
+        if platform == "win32":
             return _windows()
     except (OSError, ValueError, KeyError, AttributeError, subprocess.SubprocessError):
         pass
