@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.control.future import EngineFuture
-from ggml_engine.control.generation import Generation, OnUpdate, Reason, Update
+from ggml_engine.control.generation import Generation, OnSettled, OnUpdate, Reason, Update
 from ggml_engine.control.session import Session, SessionLink
 from ggml_engine.errors import WouldBlockError
 
@@ -30,10 +30,10 @@ class PromptCapture:
     """The snapshots of one generation, made by `PrefixCache.capture_prompt`.
 
     Give its callbacks to the generation, as many of them as wanted: `on_update=capture.wrap(...)` takes a snapshot at
-    the end of the prompt, `on_breakpoint=capture.observer` at each prefill breakpoint, `on_settled=capture.at_end` at
-    the end of the generation. They wait for nothing, and what they fail with is logged and ends nothing. Then `collect`
-    puts what was taken into the cache. It is bound to the session and not to its handle, keeps neither it nor the
-    cache, and drops what was not collected when it goes.
+    the end of the prompt, `on_breakpoint=capture.observer` at each prefill breakpoint, and
+    `on_settled=capture.at_end(...)` at the end of the generation. They wait for nothing, and what they fail with is
+    logged and ends nothing. Then `collect` puts what was taken into the cache. A capture is bound to the session and
+    not to its handle, keeps neither it nor the cache, and drops what was not collected when it goes.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class PromptCapture:
         self._lock = threading.RLock()  # a finalizer may come while its own thread holds it
         self._seen: set[int] = set() if saved is None else {int(tokens.size)}
         self._asked: dict[int, EngineFuture[Session | None]] = {}
+        self._captures_end = False  # and the end has not come
 
     # ---- callbacks of a generation: on the engine's thread
 
@@ -72,13 +73,21 @@ class PromptCapture:
         if position <= self._tokens.size:
             self._ask(position)
 
-    def at_end(self, generation: Generation) -> None:
+    def at_end(self, on_settled: OnSettled | None = None) -> OnSettled:
         """An `on_settled` that asks for the snapshot of all that the session has committed: prompt and reply.
 
         The last token that was sampled is not part of it. Generations that failed or were shut down are not captured.
         """
-        if generation.reason not in {Reason.FAILED, Reason.SHUTDOWN}:
-            self._ask(_ALL)
+        self._captures_end = True
+
+        def wrapped(generation: Generation) -> None:
+            if generation.reason not in {Reason.FAILED, Reason.SHUTDOWN}:
+                self._ask(_ALL)
+            self._captures_end = False
+            if on_settled is not None:
+                on_settled(generation)
+
+        return wrapped
 
     def _ask(self, position: int) -> None:
         try:
@@ -104,6 +113,9 @@ class PromptCapture:
         """
         if self._link.is_in_callback():
             raise WouldBlockError("collect waits for the thread that this callback runs on: do it after the generation")
+        # whoever waited for the generation may be here before its on_settled was called
+        if self._captures_end and (barrier := self._link.barrier_async()) is not None:
+            barrier.result(timeout)
         with self._lock:
             asked, self._asked = self._asked, {}
             saved, self._saved = self._saved, None

@@ -258,6 +258,11 @@ class SessionLink:
         core.submit(CloneCommand(future, make, self._state, upto, is_snapshot=True))
         return future
 
+    def barrier_async(self) -> EngineFuture[int] | None:
+        """A future of when the engine's thread has done what it is at, callbacks included; None as above."""
+        runner = self._runner()
+        return None if runner is None else runner.count_cells_async(())
+
 
 def _close(core: Core, state: SessionState) -> None:
     state.close_requested = True

@@ -223,7 +223,7 @@ def test_without_entries_nothing_is_cloned() -> None:  # R35
                 greedy(max_tokens=3, prefill_breakpoints=(4,)),
                 capture.wrap(),
                 on_breakpoint=capture.observer,
-                on_settled=capture.at_end,
+                on_settled=capture.at_end(),
             )
             assert generation.wait(WAIT_S)
             assert generation.tokens == b.expected(PROMPT, 3)
