@@ -40,7 +40,9 @@ def check_same(engine: Engine, found: Lookup, tokens: list[int], cold: Generatio
 def test_a_repeated_prompt_of_smollm2_forwards_one_token() -> None:  # R39 R40
     with Engine.load(smollm2(), ctx=1024, deterministic=True, threads=1) as engine:
         cache = PrefixCache(8)
-        text = "The lighthouse keeper climbed the stairs every evening, lit the lamp and wrote down what he saw out at sea"
+        text = (
+            "The lighthouse keeper climbed the stairs every evening, lit the lamp and wrote down what he saw out at sea"
+        )
         prompt = engine.vocabulary.encode(text, add_special=True, parse_special=False).tolist()
         prompt = [*prompt, *prompt][:23]
         assert len(prompt) == 23

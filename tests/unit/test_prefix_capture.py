@@ -310,17 +310,36 @@ def test_a_generation_that_was_shut_down_is_not_captured() -> None:
         assert len(cache) == 0
 
 
-def test_whoever_waited_for_the_generation_finds_its_end() -> None:
+def test_whoever_waited_for_the_generation_finds_its_end(monkeypatch: pytest.MonkeyPatch) -> None:  # R30
     with bench() as b:
         cache = PrefixCache(4)
         session = b.open()
-        for i in range(30):
-            delta = [i + 1]
-            capture = cache.capture_prompt(session, [*session.tokens, *delta])
-            generation = session.generate_async(delta, greedy(max_tokens=1), on_settled=capture.at_end())
+        capture = cache.capture_prompt(session, PROMPT)
+        is_asked = threading.Event()
+        ask = capture._link.barrier_async
+
+        def asked() -> object:
+            is_asked.set()
+            return ask()
+
+        monkeypatch.setattr(capture._link, "barrier_async", asked)
+        with b.executor.holding_forward() as gate:
+            generation = b.start(session, PROMPT, 1, on_settled=capture.at_end())
+            gate.wait_held()
+
+            def hold_the_end() -> None:  # on the engine's thread, after the end was told and before on_settled
+                if generation.reason is not None:
+                    is_asked.wait(WAIT_S)
+
+            listening = generation._state.listening(hold_the_end)
+            listening.__enter__()
+        try:
             assert generation.wait(WAIT_S)
             assert capture.collect(timeout=WAIT_S)
-            assert keys(cache)[-1] == session.tokens
+        finally:
+            is_asked.set()
+            listening.__exit__(None, None, None)
+        assert keys(cache) == [PROMPT]
 
 
 # ---- dropping, and what need not be captured

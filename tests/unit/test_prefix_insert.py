@@ -139,7 +139,10 @@ def test_an_exact_duplicate_refreshes_and_lets_the_newcomer_go() -> None:  # R28
         cache = PrefixCache(2)
         assert put(b, cache, A, "old")
         assert put(b, cache, B)
+        first = cache.entries[0].snapshot
         assert put(b, cache, A, "new")
+        assert cache.entries[1].snapshot is first, "the newcomer was kept in its place"
+        assert (cache.stats()["inserted"], cache.stats()["evicted"]) == (2, 0)
         assert [entry.metadata for entry in cache.entries] == [None, "new"]
         assert put(b, cache, C)
         assert look(b, cache, [*B, 5]).session is None
