@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ggml_engine.control.generation import Update
 from ggml_engine.control.options import RunnerOptions
 from ggml_engine.control.prefix_cache import PrefixCache
 from ggml_engine.control.prefix_match import MissReason
+from ggml_engine.control.retention import CacheEntry, LeastRecentlyUsed
 from ggml_engine.control.runner import Runner
 from ggml_engine.errors import InputError, OptionError, WouldBlockError
 
@@ -191,6 +193,57 @@ def test_two_threads_never_tear_the_list() -> None:  # R33
         assert cache.stats()["lookups"] == 1000
         assert cache.stats()["hits"] > 100
         assert len({tuple(key) for key in keys(cache)}) == len(cache) <= 3
+
+
+def test_nobody_changes_the_list_while_a_policy_chooses() -> None:  # R33
+    with bench() as b:
+        cleared = threading.Event()
+        came_between: list[bool] = []
+
+        class Slow(LeastRecentlyUsed):
+            def victim(self, entries: Sequence[CacheEntry], newcomer: CacheEntry | None) -> CacheEntry | None:
+                other.start()
+                came_between.append(cleared.wait(0.2))  # time for what must not come
+                return super().victim(entries, newcomer)
+
+        cache = PrefixCache(1, policy=Slow())
+        other = threading.Thread(target=lambda: (cache.clear(), cleared.set()))
+        assert put(b, cache, [1, 2])
+        put(b, cache, [3, 4])
+        other.join(WAIT_S)
+        assert not other.is_alive()
+        assert came_between == [False]
+        assert len(cache) <= 1
+
+
+def test_two_inserts_at_once_keep_the_bound() -> None:  # R33
+    with bench() as b:
+        others = threading.Event()  # the other insert is under way; it must not come while the first one is
+
+        class Slow(PrefixCache):
+            n_inside = 0
+            most_inside = 0
+
+            def _fault(self, point: str) -> None:
+                if point == "insert":
+                    self.n_inside += 1
+                    self.most_inside = max(self.most_inside, self.n_inside)
+                    if self.n_inside == 2:
+                        others.set()
+                if point == "retain":
+                    others.wait(0.2)  # time for what must not come
+                    self.n_inside -= 1
+
+        cache = Slow(1)
+        snapshots = [(snapshot_at(b, tokens), tokens) for tokens in ([1, 2], [3, 4])]
+        threads = [threading.Thread(target=cache.insert, args=(each, tokens)) for each, tokens in snapshots]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+        assert cache.most_inside == 1
+        assert len(cache) == 1
 
 
 def test_clearing_hurts_no_session_that_was_handed_out() -> None:  # R34
