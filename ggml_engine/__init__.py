@@ -46,11 +46,21 @@ from ggml_engine.errors import (
 )
 
 if TYPE_CHECKING:
+    from ggml_engine.control.capture import PromptCapture
     from ggml_engine.control.config import GenConfig
     from ggml_engine.control.conversation import Conversation
     from ggml_engine.control.generation import Generation, Reason, Update
     from ggml_engine.control.logprobs import TokenLogprobs
     from ggml_engine.control.options import RunnerOptions
+    from ggml_engine.control.prefix_cache import PrefixCache
+    from ggml_engine.control.prefix_match import Lookup, Miss, MissReason
+    from ggml_engine.control.retention import (
+        CacheEntry,
+        LeastRecentlyUsed,
+        Protecting,
+        RetentionPolicy,
+        UnderPressure,
+    )
     from ggml_engine.control.runner import Runner
     from ggml_engine.control.session import Session
     from ggml_engine.engine import Engine
@@ -63,6 +73,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AbortedError",
     "AllocationError",
+    "CacheEntry",
     "CacheError",
     "CancelledError",
     "ChatTemplateError",
@@ -83,7 +94,11 @@ __all__ = [
     "GraphError",
     "HyperparameterError",
     "InputError",
+    "LeastRecentlyUsed",
     "LibraryError",
+    "Lookup",
+    "Miss",
+    "MissReason",
     "ModelError",
     "ModelNotFoundError",
     "NativeError",
@@ -91,8 +106,12 @@ __all__ = [
     "PoisonedError",
     "PoolFullError",
     "PositionError",
+    "PrefixCache",
     "PreparedInput",
+    "PromptCapture",
+    "Protecting",
     "Reason",
+    "RetentionPolicy",
     "Runner",
     "RunnerOptions",
     "SamplerConfig",
@@ -102,6 +121,7 @@ __all__ = [
     "SessionLimitError",
     "StepError",
     "TokenLogprobs",
+    "UnderPressure",
     "UnknownSequenceError",
     "UnsupportedArchitectureError",
     "Update",
@@ -112,19 +132,29 @@ __all__ = [
 ]
 
 _LAZY = {
+    "CacheEntry": "ggml_engine.control.retention",
     "Conversation": "ggml_engine.control.conversation",
     "EmbeddingInput": "ggml_engine.executor.prepared",
     "Engine": "ggml_engine.engine",
     "GGUFFile": "ggml_engine.ggml.gguf",
     "GenConfig": "ggml_engine.control.config",
     "Generation": "ggml_engine.control.generation",
+    "LeastRecentlyUsed": "ggml_engine.control.retention",
+    "Lookup": "ggml_engine.control.prefix_match",
+    "Miss": "ggml_engine.control.prefix_match",
+    "MissReason": "ggml_engine.control.prefix_match",
+    "PrefixCache": "ggml_engine.control.prefix_cache",
     "PreparedInput": "ggml_engine.executor.prepared",
+    "PromptCapture": "ggml_engine.control.capture",
+    "Protecting": "ggml_engine.control.retention",
     "Reason": "ggml_engine.control.generation",
+    "RetentionPolicy": "ggml_engine.control.retention",
     "Runner": "ggml_engine.control.runner",
     "RunnerOptions": "ggml_engine.control.options",
     "SamplerConfig": "ggml_engine.ggml.sampler_config",
     "Session": "ggml_engine.control.session",
     "TokenLogprobs": "ggml_engine.control.logprobs",
+    "UnderPressure": "ggml_engine.control.retention",
     "Update": "ggml_engine.control.generation",
 }
 

@@ -6,7 +6,7 @@ A command knows how to do it (`run`, on the engine thread) and how to tell that 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from ggml_engine.control.core import Core
@@ -130,6 +130,33 @@ class RewindCommand:
     def refuse(self, core: Core) -> None:  # noqa: ARG002  # see Command
         """See Command."""
         self._future.refuse(ClosedError("the runner has stopped"))
+
+
+class CountCellsCommand:
+    """Count the distinct cells of sessions; those that are closed or evicted by then have none."""
+
+    session = None
+    is_close = False
+
+    def __init__(self, future: EngineFuture[int], states: Sequence[SessionState]) -> None:
+        self._future = future
+        self._states = states
+
+    def run(self, core: Core) -> None:
+        """See the class."""
+        if not self._future.set_running_or_notify_cancel():
+            return
+        resident = {id(state) for state in core.scheduler.sessions}
+        try:
+            n = core.scheduler.executor.count_cells([s.sequence for s in self._states if id(s) in resident])
+        except Exception as error:
+            self._future.refuse(without_frames(error))
+        else:
+            self._future.settle(n)
+
+    def refuse(self, core: Core) -> None:  # noqa: ARG002  # see Command
+        """See Command: nobody holds cells of a runner that has stopped."""
+        self._future.settle(0)
 
 
 class CloseCommand:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import TracebackType
 
-from ggml_engine.control.commands import OpenCommand
+from ggml_engine.control.commands import CountCellsCommand, OpenCommand
 from ggml_engine.control.core import Core
 from ggml_engine.control.future import EngineFuture
 from ggml_engine.control.options import RunnerOptions
@@ -72,6 +72,17 @@ class Runner:
         """Counts since the start: generations by how they ended, steps, tokens; sessions now."""
         scheduler = self._core.scheduler
         return {**scheduler.counts, "sessions": len(scheduler.sessions), "running": len(scheduler.running)}
+
+    def count_cells_async(self, sessions: Iterable[Session]) -> EngineFuture[int]:
+        """A future of how many cells these sessions of this runner hold; one that several share counts once."""
+        future: EngineFuture[int] = EngineFuture(self._core.is_engine_thread)
+        self._core.submit(CountCellsCommand(future, [session._state for session in sessions]))
+        return future
+
+    @property
+    def is_in_callback(self) -> bool:
+        """Whether the caller is on the engine's thread, where nothing may wait for it."""
+        return self._core.is_engine_thread()
 
     @property
     def executor(self) -> Executor:

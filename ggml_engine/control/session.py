@@ -250,6 +250,31 @@ class Session:
         return f"<Session {self.id}, {self.status}, at {self.position}>"
 
 
+class SessionLink:
+    """Which session it is, however its handles are moved about: keeps neither it nor its runner open."""
+
+    def __init__(self, session: Session) -> None:
+        self._runner = weakref.ref(session._runner)
+        self._state = session._state
+        self.is_in_callback = session._core.is_engine_thread
+
+    def snapshot_async(self, upto: int | None) -> EngineFuture[Session | None] | None:
+        """As `Session.snapshot_async`; None when the runner is gone."""
+        runner = self._runner()
+        if runner is None:
+            return None
+        core = runner._core
+        future: EngineFuture[Session | None] = EngineFuture(self.is_in_callback)
+        make = partial(Session, runner, core)
+        core.submit(CloneCommand(future, make, self._state, upto, is_snapshot=True))
+        return future
+
+    def barrier_async(self) -> EngineFuture[int] | None:
+        """A future of when the engine's thread has done what it is at, callbacks included; None as above."""
+        runner = self._runner()
+        return None if runner is None else runner.count_cells_async(())
+
+
 def _close(core: Core, state: SessionState) -> None:
     state.close_requested = True
     if (active := state.active) is not None:

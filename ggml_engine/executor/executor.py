@@ -6,11 +6,13 @@ that touches ggml runs on the caller's thread; callers on several threads take t
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -128,7 +130,7 @@ class GgmlExecutor(Executor):
     def __init__(self, model: Model, options: ExecutorOptions | None = None) -> None:
         self.options = options or ExecutorOptions()
         self.model = model
-        self.form, kv_format = self.options.resolve(model.layer_backends[-1].device.kind)
+        self.form, self._kv_format = self.options.resolve(model.layer_backends[-1].device.kind)
         self.cache = build_cache(
             self.options.cache_kind,
             CacheConfig(
@@ -136,7 +138,7 @@ class GgmlExecutor(Executor):
                 model.hp.kv_layers(),
                 model.layer_backends,
                 self.options.capacity,
-                kv_format,
+                self._kv_format,
                 self.options.run,
                 self.options.read_block,
                 self.options.deterministic,
@@ -179,6 +181,30 @@ class GgmlExecutor(Executor):
     def n_vocab(self) -> int:
         """The width of a row of logits."""
         return self.model.hp.n_vocab
+
+    # ---- what K/V is
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """64 hexadecimal digits that name the model and what of its execution K/V and logits depend on.
+
+        The number of threads and the batches are not covered: outside of deterministic mode logits round by these, too.
+        Made at the first use, when the model's file must be open (ClosedError).
+        """
+        o = self.options
+        kinds = [backend.device.kind for backend in self.model.layer_backends]
+        how = (self.form, self._kv_format, o.deterministic, o.run, o.read_block, o.cache_kind, kinds)
+        return hashlib.sha256(f"{self.model.fingerprint}\n{how!r}\n".encode()).hexdigest()
+
+    @property
+    def bytes_per_cell(self) -> int:
+        """Bytes that the K/V of a cell takes in all layers."""
+        return self.cache.pool.bytes_per_cell
+
+    def count_cells(self, sequences: Iterable[int]) -> int:
+        """How many distinct cells these sequences own. Raises UnknownSequenceError."""
+        with self._turn_of_caller():
+            return self.cache.count_cells(sequences)
 
     # ---- sequences
 

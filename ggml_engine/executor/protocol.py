@@ -7,6 +7,7 @@ without a model; `GgmlExecutor` is the real one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,22 @@ class Executor(ABC):
     @abstractmethod
     def n_vocab(self) -> int:
         """The width of a row of logits."""
+
+    # ---- what K/V is
+
+    @property
+    def fingerprint(self) -> str:
+        """A name for all that K/V and logits depend on beside the tokens: K/V of another name cannot stand for it."""
+        return ""
+
+    @property
+    def bytes_per_cell(self) -> int:
+        """Bytes that the K/V of a cell takes; 0 where that is not known."""
+        return 0
+
+    def count_cells(self, sequences: Iterable[int]) -> int:
+        """How many distinct cells these sequences own. The default does not know what they share."""
+        return sum(self.length(sequence) for sequence in sequences)
 
     # ---- sequences
 

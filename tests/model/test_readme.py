@@ -51,7 +51,7 @@ def test_the_readme_shows_one_command_for_the_answer_and_one_for_the_tests() -> 
 
 
 def test_the_first_python_example_runs(tmp_path: Path) -> None:
-    example, _, _ = blocks("python")
+    example, *_ = blocks("python")
     (tmp_path / "example.py").write_text(example, encoding="utf-8")
     done = run_module("-W", "error", "example.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -61,7 +61,7 @@ def test_the_first_python_example_runs(tmp_path: Path) -> None:
 
 
 def test_the_example_of_sessions_runs(tmp_path: Path) -> None:
-    _, example, _ = blocks("python")
+    _, example, _, _ = blocks("python")
     (tmp_path / "example.py").write_text(example, encoding="utf-8")
     done = run_module("-W", "error", "example.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -69,8 +69,21 @@ def test_the_example_of_sessions_runs(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+def test_the_example_of_prefixes_runs(tmp_path: Path) -> None:
+    _, _, example, _ = blocks("python")
+    (tmp_path / "example.py").write_text(example, encoding="utf-8")
+    done = run_module("-W", "error", "example.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    evaluated = [(int(n), int(total)) for n, total in re.findall(r"evaluated (\d+) of (\d+)", done.stdout)]
+    assert len(evaluated) == 3
+    assert evaluated[0][0] == evaluated[0][1]
+    assert evaluated[1][0] < evaluated[1][1] // 2  # the system message was there
+    assert evaluated[2][0] == 1
+    assert done.stderr == ""
+
+
 def test_the_example_of_many_sequences_runs(tmp_path: Path) -> None:
-    _, _, example = blocks("python")
+    *_, example = blocks("python")
     (tmp_path / "example.py").write_text(example, encoding="utf-8")
     done = run_module("-W", "error", "example.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

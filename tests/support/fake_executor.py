@@ -11,7 +11,7 @@ import hashlib
 import struct
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,7 @@ from ggml_engine.pool.cells import CellCache, Placement
 
 WAIT_S = 10.0  # no wait of a test takes longer; what is waited for comes at once
 TOP_LOGIT = 8.0
+BYTES_PER_CELL = 100
 
 Logits = npt.NDArray[np.float32]
 Entry = int | PreparedInput  # of a history: a token, or an input with all its positions
@@ -328,6 +329,18 @@ class FakeExecutor(Executor):
     @property
     def free_cells(self) -> int:
         return self.cache.free_cells
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    @property
+    def bytes_per_cell(self) -> int:
+        return BYTES_PER_CELL
+
+    def count_cells(self, sequences: Iterable[int]) -> int:
+        with self._call("count_cells"):
+            return self.cache.count_cells(sequences)
 
     @property
     def max_batch_tokens(self) -> int:

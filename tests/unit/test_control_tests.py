@@ -12,7 +12,7 @@ from fake_executor import WAIT_S, FakeExecutor, continuation, keys_of, logits_af
 from ggml_engine.executor.batch import Batch
 
 HERE = Path(__file__).parent
-FILES = sorted(HERE.glob("test_control_*.py"))
+FILES = sorted([*HERE.glob("test_control_*.py"), *HERE.glob("test_prefix_*.py")])
 REVERTS = HERE.parent / "reverts"
 
 # the methods that wait, and which of their arguments is the timeout

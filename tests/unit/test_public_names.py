@@ -14,6 +14,16 @@ import ggml_engine
 from ggml_engine import errors
 
 NAMES = {
+    "CacheEntry",
+    "LeastRecentlyUsed",
+    "Lookup",
+    "Miss",
+    "MissReason",
+    "PrefixCache",
+    "PromptCapture",
+    "Protecting",
+    "RetentionPolicy",
+    "UnderPressure",
     "Conversation",
     "Engine",
     "GGUFFile",

@@ -1,0 +1,271 @@
+"""`PrefixCache`: snapshots of what was computed, and where new prompts may begin.
+
+Two locks: that of the list is never held while the engine's thread is waited for, so that callbacks may take it; the
+other lets one insert at a time see to the bounds.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ggml_engine.control.capture import PromptCapture
+from ggml_engine.control.entry_list import EntryList, count_bytes, is_snapshot_of
+from ggml_engine.control.prefix_match import Lookup, Miss, MissReason, difference, ranked, token_array
+from ggml_engine.control.retention import CacheEntry, LeastRecentlyUsed, RetentionPolicy
+from ggml_engine.control.runner import Runner
+from ggml_engine.control.session import Session, Tokens
+from ggml_engine.errors import OptionError, WouldBlockError
+
+log = logging.getLogger("ggml_engine.control")
+
+
+class PrefixCache:
+    """Snapshots by their tokens; a look-up shares the longest beginning that one of them has in common with a prompt.
+
+    The caller owns it: no runner knows of it, nothing is retained until asked, and `max_entries` 0 turns it off (no
+    clones at all). Snapshots of several runners may be in one cache; they serve their own runner, as long as its
+    executor's fingerprint is what it was. `max_bytes` bounds the K/V of the cells that the snapshots hold, those that
+    live sessions hold as well included, each cell once. A snapshot counts as one of the runner's resident sessions
+    (`max_sessions`), and keeps the runner going. When an executor runs out of cells it takes those of snapshots: such
+    an entry is gone, whatever the policy says.
+
+    `replace_extended` lets an entry take the place of older ones with equal metadata (None equals None) that it begins
+    with: of one conversation the longest snapshot is kept, and every earlier point can still be had from it where the
+    executor clones at any position. Otherwise a conversation of many turns takes an entry for each.
+
+    Reuse saves computing; it is no measure of memory: snapshots share cells with each other and with the sessions that
+    they were taken of (`n_bytes` counts a shared cell once). Logits after reused tokens differ in their last bits from
+    those of a cold run unless the geometry is the same (docs/determinism.md): that the greedy text is the same is
+    promised in deterministic mode only. Prepared inputs are not tokens: a snapshot that holds one is refused.
+
+    All methods may be called from any thread. Those that wait for the engine (`lookup`, `insert`, `n_bytes`,
+    `PromptCapture.collect`) raise WouldBlockError in its callbacks, and TimeoutError after `timeout` seconds; what was
+    evicted or cleared meanwhile hurts no session that was handed out. Raises OptionError for bounds that are none.
+    """
+
+    def __init__(
+        self,
+        max_entries: int,
+        max_bytes: int | None = None,
+        policy: RetentionPolicy | None = None,
+        *,
+        replace_extended: bool = False,
+    ) -> None:
+        for name, value in (("max_entries", max_entries), ("max_bytes", max_bytes)):
+            if value is None and name == "max_bytes":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise OptionError(f"{name} must be an integer of at least 0, is {value!r}")
+        self.max_entries = max_entries
+        self.max_bytes = max_bytes
+        self._policy: RetentionPolicy = policy or LeastRecentlyUsed()
+        self._replaces_extended = replace_extended
+        self._entries = EntryList()
+        self._inserting = threading.Lock()
+        self._count_lock = threading.Lock()
+        self._counts = dict.fromkeys(("lookups", "hits", "tokens_reused", "inserted", "evicted"), 0)
+
+    # ---- looking up
+
+    def lookup(self, runner: Runner, tokens: Tokens, timeout: float | None = None) -> Lookup:
+        """An independent session of `runner` that shares what a snapshot has in common with the prompt `tokens`.
+
+        At least the last token is left to be forwarded: continue with `session.generate_async(tokens[n_reused:])`, or
+        `generate_from(tokens)`. Snapshots are tried in the order of what they have in common, then the one that was
+        used last first, each once; one that cannot be cloned is passed over. Raises InputError for what are no tokens.
+        """
+        self._refuse_in_callback(runner)
+        wanted = token_array(tokens)
+        try:
+            found = self._lookup(runner, wanted, timeout)
+        except MemoryError:
+            log.exception("a look-up found no memory")
+            found = Lookup(miss=Miss(MissReason.REFUSED))
+        self._count(lookups=1, hits=int(found.session is not None), tokens_reused=found.n_reused)
+        return found
+
+    def _lookup(self, runner: Runner, tokens: npt.NDArray[np.int32], timeout: float | None) -> Lookup:
+        if not self.max_entries:
+            return Lookup(miss=Miss(MissReason.DISABLED))
+        if tokens.size < 2:
+            return Lookup(miss=Miss(MissReason.SHORT))
+        self._fault("lookup")
+        fingerprint = runner.executor.fingerprint
+        entries = self._entries.alive()
+        own = [entry for entry in entries if entry.snapshot.runner is runner and entry.fingerprint == fingerprint]
+        if not own:
+            return Lookup(miss=Miss(MissReason.FOREIGN if entries else MissReason.EMPTY))
+        candidates = ranked(own, tokens)
+        miss = difference(*candidates[0], tokens, runner.text)
+        for entry, n in candidates:
+            if n and (session := self._cloned(entry, n, tokens, timeout)) is not None:
+                self._entries.touch(entry)
+                return Lookup(session, n, miss)
+        if not candidates[0][1]:
+            return Lookup(miss=miss)
+        return Lookup(miss=Miss(MissReason.REFUSED, candidates[0][1]))
+
+    def _cloned(
+        self, entry: CacheEntry, n: int, tokens: npt.NDArray[np.int32], timeout: float | None
+    ) -> Session | None:
+        self._fault("clone")
+        future = entry.snapshot.clone_async(n)
+        try:
+            session = future.result(timeout)
+        except TimeoutError:
+            future.cancel()
+            raise
+        if session is None:
+            return None
+        try:
+            self._fault("found")
+            # whoever took the snapshot may have a handle of it, and have gone on with it
+            if np.array_equal(np.asarray(session.tokens, np.int32), tokens[:n]):
+                return session
+        except BaseException:
+            session.close()
+            raise
+        session.close()
+        return None
+
+    # ---- taking in
+
+    def capture_prompt(self, session: Session, tokens: Tokens) -> PromptCapture:
+        """What takes snapshots while `session` generates after the whole history `tokens`.
+
+        A prompt of which there is a snapshot already is not captured again at its end. Waits for nothing. Raises
+        InputError for what are no tokens.
+        """
+        wanted = token_array(tokens)
+        if not self.max_entries:
+            return PromptCapture(None, session, wanted)
+        key = CacheEntry(session, wanted, None, session.runner.executor.fingerprint)
+        saved = next((entry for entry in self._entries.alive() if key.is_duplicate(entry)), None)
+        if saved is not None:
+            self._entries.touch(saved)
+        return PromptCapture(self, session, wanted, saved)
+
+    def insert(self, snapshot: Session, tokens: Tokens, metadata: object = None, timeout: float | None = None) -> bool:
+        """Keep a session as the snapshot of exactly `tokens`; whether there is one of these in the cache then.
+
+        The session is the cache's from here on: where it is not kept, it is closed. Not kept are those whose tokens are
+        others, that are busy or closed, hold a prepared input, or find no room; one whose tokens are there already
+        refreshes that entry, which takes over the new metadata.
+        """
+        self._refuse_in_callback(snapshot.runner)
+        try:
+            with self._inserting:
+                return self._insert(snapshot, token_array(tokens), metadata, timeout)
+        except MemoryError:
+            log.exception("a snapshot was not kept: there is no memory")
+            return False
+        finally:
+            if not self._entries.holds(snapshot):
+                snapshot.close()
+
+    def _insert(
+        self, snapshot: Session, tokens: npt.NDArray[np.int32], metadata: object, timeout: float | None
+    ) -> bool:
+        if not self.max_entries or not is_snapshot_of(snapshot, tokens):
+            return False
+        self._fault("insert")
+        entry = CacheEntry(snapshot, tokens, metadata, snapshot.runner.executor.fingerprint)
+        if self._entries.refresh(entry, metadata):
+            return True
+        replaced: list[CacheEntry] = []
+        if self._replaces_extended:
+            alive = self._entries.alive()
+            replaced = [old for old in alive if entry.extends(old) and old.metadata == metadata]
+        if not self._make_room(entry, replaced, timeout):
+            return False
+        self._fault("retain")
+        self._entries.append(entry, replaced)
+        self._count(inserted=1)
+        return True
+
+    def _make_room(self, newcomer: CacheEntry, replaced: Sequence[CacheEntry], timeout: float | None) -> bool:
+        """Evict until the bounds are kept with the newcomer, and without those that it replaces; whether they are."""
+        if not self._fits([newcomer], timeout):
+            return False
+        while True:
+            kept = [entry for entry in self._entries.alive() if entry not in replaced]
+            has_place = len(kept) < self.max_entries
+            if has_place and self._fits([*kept, newcomer], timeout) and not self._policy.is_over():
+                return True
+            if not kept or not self._evict(kept, newcomer):
+                return False
+
+    def _fits(self, entries: Sequence[CacheEntry], timeout: float | None) -> bool:
+        if self.max_bytes is None:
+            return True
+        if not all(entry.snapshot.runner.executor.bytes_per_cell for entry in entries):
+            log.warning("a snapshot was not kept: its executor does not say how many bytes its cells take")
+            return False
+        return count_bytes(entries, timeout) <= self.max_bytes
+
+    # ---- letting go
+
+    def trim(self) -> int:
+        """Evict as long as the policy says that it is over; how many went. Waits for nothing."""
+        n = 0
+        while self._policy.is_over() and self._evict(self._entries.alive(), None):
+            n += 1
+        return n
+
+    def clear(self) -> None:
+        """Let all snapshots go. Waits for nothing."""
+        for entry in self._entries.alive():
+            self._entries.remove(entry)
+
+    def _evict(self, entries: Sequence[CacheEntry], newcomer: CacheEntry | None) -> bool:
+        try:
+            has_gone = self._entries.choose(lambda left: self._policy.victim(left, newcomer), entries)
+        except Exception:
+            log.exception("a policy of retention failed")
+            return False
+        self._count(evicted=int(has_gone))
+        return has_gone
+
+    def refresh(self, entry: CacheEntry) -> bool:
+        """Make an entry the most recently used one; whether it can still serve."""
+        return entry.snapshot.status == "open" and self._entries.touch(entry)
+
+    # ---- what is there
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def entries(self) -> tuple[CacheEntry, ...]:
+        """Those that can serve, the least recently used one first."""
+        return self._entries.alive()
+
+    def n_bytes(self, timeout: float | None = None) -> int:
+        """Bytes of K/V in the cells that the snapshots hold, each cell once."""
+        self._refuse_in_callback()
+        return count_bytes(self._entries.alive(), timeout)
+
+    def stats(self) -> dict[str, int]:
+        """Counts since the start: look-ups, hits, tokens reused, inserted and evicted; entries now."""
+        n = len(self)
+        with self._count_lock:
+            return {**self._counts, "entries": n}
+
+    # ---- inner things
+
+    def _count(self, **more: int) -> None:
+        with self._count_lock:
+            for name, n in more.items():
+                self._counts[name] += n
+
+    def _refuse_in_callback(self, *runners: Runner) -> None:
+        if any(runner.is_in_callback for runner in {*runners, *self._entries.runners()}):
+            raise WouldBlockError("this waits for the thread that the callback runs on: do it after the generation")
+
+    def _fault(self, point: str) -> None:
+        """Where memory may be missing: lookup, clone, found, insert, retain, capture, collect. Tests override it."""
