@@ -157,13 +157,19 @@ def _answer(
     stream = output.TextOutput()
     shown = None if values["as_json"] else stream
     stream_text(generation, shown, bar)
-    executor = engine.executor.stats()
+    executor = _executor_stats(engine)
     if values["as_json"]:
         stream.write(output.json_text(_result(engine, generation, config, values, load_s)))
     stream.write("\n")
     if not values["quiet"]:
         click.echo(output.statistics_line(generation, executor), err=True)
     return INTERRUPTED if interrupts.requested else 0
+
+
+def _executor_stats(engine: Engine) -> dict[str, Any]:
+    """The executor's, with the cells that the answer took: its session has ended with it."""
+    stats = engine.executor.stats()
+    return {**stats, "cells_used": stats["cells_peak"]}
 
 
 def _begin(engine: Engine, prompt: str, config: GenConfig, values: dict[str, Any]) -> Generation:
@@ -183,7 +189,7 @@ def _result(
         "text": generation.text,
         "tokens": generation.tokens,
         "reason": None if generation.reason is None else generation.reason.value,
-        "stats": {"load_s": load_s, **output.statistics(generation, engine.executor.stats())},
+        "stats": {"load_s": load_s, **output.statistics(generation, _executor_stats(engine))},
         "model": {
             "path": engine.file.path,
             "name": metadata.get("general.name"),

@@ -150,6 +150,7 @@ class GgmlExecutor(Executor):
         self.graphs = GraphCache(self._build, self.options.max_graphs, self.options.max_graph_bytes)
         self.n_forwarded = 0
         self.n_rows_read = 0
+        self.n_cells_peak = 0
         self._abort = AbortFlag(model.libraries)
         self._turn = threading.Lock()
         self._to_close: deque[int] = deque()
@@ -307,6 +308,7 @@ class GgmlExecutor(Executor):
         placement.commit()
         self.n_forwarded += batch.n_tokens
         self.n_rows_read += sum(placement.rows_read)
+        self.n_cells_peak = max(self.n_cells_peak, self.cache.used_cells)
         if self.options.compact:
             self._compaction.note(placement)
         return logits
@@ -366,7 +368,7 @@ class GgmlExecutor(Executor):
             raise
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start: tokens forwarded, rows read, cells moved, graphs, cells, bytes."""
+        """Counters since the start: tokens forwarded, rows read, cells moved, graphs, cells now and at most, bytes."""
         return {
             "tokens_forwarded": self.n_forwarded,
             "rows_read": self.n_rows_read,
@@ -377,6 +379,7 @@ class GgmlExecutor(Executor):
             "graphs_built": self.graphs.n_built,
             "graphs_reused": self.graphs.n_reused,
             "cells_used": self.cache.used_cells,
+            "cells_peak": self.n_cells_peak,
             "cells_capacity": self.cache.capacity,
             "kv_bytes": self.cache.pool.n_bytes,
             "kv_capacity_bytes": self.cache.capacity * self.cache.pool.bytes_per_cell,

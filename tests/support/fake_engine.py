@@ -58,7 +58,13 @@ class FakeEngine:
         self.file = SimpleNamespace(
             path="fake.gguf", metadata={"general.name": "Fake", "general.architecture": "llama"}
         )
-        cells = {"cells_used": 9, "cells_capacity": 64, "kv_bytes": 3 << 20, "kv_capacity_bytes": 12 << 20}
+        cells = {
+            "cells_used": 0,
+            "cells_peak": 9,
+            "cells_capacity": 64,
+            "kv_bytes": 3 << 20,
+            "kv_capacity_bytes": 12 << 20,
+        }
         self.executor = SimpleNamespace(stats=lambda: cells, options=SimpleNamespace(max_batch_tokens=512))
 
     def load(self, model: str, **options: Any) -> FakeEngine:
