@@ -55,9 +55,7 @@ class EntryList:
                 self._items.remove(entry)
             entry.snapshot.close()
 
-    def choose(
-        self, choice: Callable[[tuple[CacheEntry, ...]], CacheEntry | None], among: Sequence[CacheEntry]
-    ) -> bool:
+    def choose(self, choice: Choice, among: Sequence[CacheEntry]) -> bool:
         """Let the one go that `choice` takes among those that are still there; whether it took one."""
         with self._lock:
             left = tuple(entry for entry in self._items if entry in among)

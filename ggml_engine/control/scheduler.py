@@ -77,10 +77,8 @@ class Scheduler(SessionTable):
             return
         for running in [each for each in self._running if each.session is state]:
             self._end(running, Reason.CANCELLED)
-        was_evicted = state.status is SessionStatus.EVICTED
         state.status = SessionStatus.CLOSED
-        if not was_evicted:
-            self.executor.close(state.sequence)
+        self.executor.close(state.sequence)
 
     # ---- generations
 
@@ -279,10 +277,7 @@ class Scheduler(SessionTable):
 
     def _admit(self) -> None:
         """Let prefills begin whose prompts fit beside those that have begun, in the order in which they came."""
-        room = self.executor.free_cells
-        for running in self._running:
-            if running.is_admitted and not running.work.is_decode:
-                room -= running.work.n_wanted
+        room = self._room_beside_prefills()
         for running in self._running:
             if running.is_admitted:
                 continue

@@ -208,14 +208,12 @@ class Session:
         return self._clone(upto, is_snapshot=True)
 
     def _clone(self, upto: int | None, *, is_snapshot: bool) -> EngineFuture[Session | None]:
-        future: EngineFuture[Session | None] = EngineFuture(self._core.is_engine_thread)
         if upto is not None and (isinstance(upto, bool) or not isinstance(upto, (int, np.integer))):
+            future: EngineFuture[Session | None] = EngineFuture(self._core.is_engine_thread)
             future.refuse(InputError(f"upto is a position, {upto!r} was given"))
             return future
-        make = partial(Session, self._runner, self._core)
         upto = None if upto is None else int(upto)
-        self._core.submit(CloneCommand(future, make, self._state, upto, is_snapshot=is_snapshot))
-        return future
+        return _clone(self._runner, self._core, self._state, upto, is_snapshot=is_snapshot)
 
     def rewind_async(self, to: int) -> EngineFuture[int]:
         """A future of the new position: what is held from position `to` on is dropped, the pending token too.
@@ -261,18 +259,20 @@ class SessionLink:
     def snapshot_async(self, upto: int | None) -> EngineFuture[Session | None] | None:
         """As `Session.snapshot_async`; None when the runner is gone."""
         runner = self._runner()
-        if runner is None:
-            return None
-        core = runner._core
-        future: EngineFuture[Session | None] = EngineFuture(self.is_in_callback)
-        make = partial(Session, runner, core)
-        core.submit(CloneCommand(future, make, self._state, upto, is_snapshot=True))
-        return future
+        return None if runner is None else _clone(runner, runner._core, self._state, upto, is_snapshot=True)
 
     def barrier_async(self) -> EngineFuture[int] | None:
         """A future of when the engine's thread has done what it is at, callbacks included; None as above."""
         runner = self._runner()
         return None if runner is None else runner.count_cells_async(())
+
+
+def _clone(
+    runner: Runner, core: Core, source: SessionState, upto: int | None, *, is_snapshot: bool
+) -> EngineFuture[Session | None]:
+    future: EngineFuture[Session | None] = EngineFuture(core.is_engine_thread)
+    core.submit(CloneCommand(future, partial(Session, runner, core), source, upto, is_snapshot=is_snapshot))
+    return future
 
 
 def _close(core: Core, state: SessionState) -> None:
