@@ -332,8 +332,8 @@ class GgmlExecutor(Executor):
         logits = np.empty((n_outputs, self.model.hp.n_vocab), np.float32)
         if ready.logits is not None:
             # the first rows; padding comes last
-            view = host_view(self.model.libraries, ready.logits) if logits.nbytes <= _MAX_LOCKED_BYTES else None
-            if view is None:
+            view = ready.logits_view
+            if view is None or logits.nbytes > _MAX_LOCKED_BYTES:
                 get_data(self.model.libraries, ready.logits, logits)
             else:
                 logits.data.cast("B")[:] = view[: logits.nbytes]
@@ -362,7 +362,10 @@ class GgmlExecutor(Executor):
             if logits is not None:
                 b.output(logits, "result_logits")
             name = f"{hp.architecture} graph of {key.n_tokens} tokens over rows {key.reads}"
-            return ReadyGraph(Graph(b, self.model.backends, name, self._abort), inputs, logits)
+            graph = Graph(b, self.model.backends, name, self._abort)
+            # asked once for a graph: each native call gives Python's lock away
+            view = None if logits is None else host_view(self.model.libraries, logits)
+            return ReadyGraph(graph, inputs, logits, view)
         except BaseException:
             b.free()
             raise

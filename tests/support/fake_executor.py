@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from cell_executor import CellExecutor
 
 from ggml_engine.errors import AbortedError, UnknownSequenceError
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.prepared import Kind, PreparedInput, PreparedSlice
-from ggml_engine.executor.protocol import Executor
 from ggml_engine.pool.cells import CellCache, Placement
 
 WAIT_S = 10.0  # no wait of a test takes longer; what is waited for comes at once
@@ -208,7 +208,7 @@ class _Faults:
         return self.faults.pop(self.n_calls - 1, None)
 
 
-class FakeExecutor(Executor):
+class FakeExecutor(CellExecutor):
     """See the module.
 
     `run` 1 makes every free cell usable by every position, so that tests can count cells; 64 is the real layout. `ring`
@@ -230,9 +230,7 @@ class FakeExecutor(Executor):
         ignores_abort: bool = False,
         clones: bool = True,
     ) -> None:
-        self.cache = CellCache(capacity, run=run)
-        self._n_vocab = n_vocab
-        self._max_batch_tokens = max_batch_tokens
+        super().__init__(CellCache(capacity, run=run), max_batch_tokens, n_vocab)
         self._ring = ring
         self._kinds = tuple(kinds)
         self._fingerprint = fingerprint
@@ -291,10 +289,6 @@ class FakeExecutor(Executor):
         self.clone_faults.add(at, fault)
 
     @property
-    def run(self) -> int:
-        return self.cache.run
-
-    @property
     def n_forwards(self) -> int:
         """Forwards that have begun."""
         return len(self.forwards)
@@ -323,14 +317,6 @@ class FakeExecutor(Executor):
     # ---- limits
 
     @property
-    def capacity(self) -> int:
-        return self.cache.capacity
-
-    @property
-    def free_cells(self) -> int:
-        return self.cache.free_cells
-
-    @property
     def fingerprint(self) -> str:
         return self._fingerprint
 
@@ -341,14 +327,6 @@ class FakeExecutor(Executor):
     def count_cells(self, sequences: Iterable[int]) -> int:
         with self._call("count_cells"):
             return self.cache.count_cells(sequences)
-
-    @property
-    def max_batch_tokens(self) -> int:
-        return self._max_batch_tokens
-
-    @property
-    def n_vocab(self) -> int:
-        return self._n_vocab
 
     # ---- sequences
 

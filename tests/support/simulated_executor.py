@@ -13,11 +13,11 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from cell_executor import CellExecutor
 
 from ggml_engine.errors import AbortedError, ComputeError, InputError, PoolFullError
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.prepared import Kind, PreparedInput
-from ggml_engine.executor.protocol import Executor
 from ggml_engine.ggml.sampler_config import SamplerConfig
 from ggml_engine.pool.cells import CellCache
 
@@ -84,12 +84,11 @@ class Watcher(Protocol):
         """A rewind fails, and changes nothing."""
 
 
-class SimulatedExecutor(Executor):
+class SimulatedExecutor(CellExecutor):
     """See the module. `forward_fault` and `clone_fault` break the next call and are then taken off."""
 
     def __init__(self, capacity: int, max_batch_tokens: int, run: int, watcher: Watcher) -> None:
-        self.cache = CellCache(capacity, run=run, read_block=run)
-        self._max_batch_tokens = max_batch_tokens
+        super().__init__(CellCache(capacity, run=run, read_block=run), max_batch_tokens, N_VOCAB)
         self._watcher = watcher
         self._keys = np.full(self.cache.capacity, -9, np.int64)
         self._is_aborted = False
@@ -103,26 +102,6 @@ class SimulatedExecutor(Executor):
         self.n_clones = 0  # calls
         self.last_opened = -1
         self.n_changes = 0  # of cells, or of who owns them
-
-    @property
-    def run(self) -> int:
-        return self.cache.run
-
-    @property
-    def capacity(self) -> int:
-        return self.cache.capacity
-
-    @property
-    def free_cells(self) -> int:
-        return self.cache.free_cells
-
-    @property
-    def max_batch_tokens(self) -> int:
-        return self._max_batch_tokens
-
-    @property
-    def n_vocab(self) -> int:
-        return N_VOCAB
 
     def open(self) -> int:
         if self.open_fault:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import random
 import subprocess
@@ -11,11 +10,11 @@ import textwrap
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from collector import no_collector
 from control_bench import PROMPT, bench, check_counts, eventually, greedy
 from fake_executor import WAIT_S, FakeExecutor
 from fake_text import FakeText
@@ -27,17 +26,6 @@ from ggml_engine.control.session import Session
 from ggml_engine.errors import ClosedError, InputError, SessionLimitError
 
 SUPPORT = Path(__file__).parents[1] / "support"
-
-
-@contextmanager
-def no_collector() -> Iterator[None]:
-    """Without the collector of cycles: what goes, goes by its last reference."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 # ---- dropped handles

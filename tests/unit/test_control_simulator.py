@@ -12,11 +12,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from collector import no_collector
 from control_simulator import play, replay_command
 from fake_executor import FakeExecutor
 from fake_text import FakeText
@@ -34,19 +34,8 @@ N_ALL = 10_000
 PIECE = 250  # interleavings of one test
 
 
-@contextmanager
-def collecting_by_hand() -> Iterator[None]:
-    """Handles die by their count of references; what is left are small cycles, collected between interleavings."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def play_all(first: int, n: int) -> None:
-    with collecting_by_hand():
+    with no_collector():
         for seed in range(first, first + n):
             play(seed)
             if seed % 50 == 0:
@@ -68,7 +57,7 @@ def test_the_interleavings_reach_what_they_are_there_for() -> None:  # R95, R96
     """Numbers that would be zero if a part of the simulator had died; far below what comes."""
     total = dict.fromkeys(("finished", "cancelled", "failed", "shutdown", "steps", "evicted", "victims", "poisoned"), 0)
     most_in_one_forward = 0
-    with collecting_by_hand():
+    with no_collector():
         for seed in range(60):
             simulation = play(seed)
             assert simulation.n_done >= 100
