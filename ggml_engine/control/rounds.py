@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 
 from ggml_engine.control.capture import PromptCapture
 from ggml_engine.control.config import GenConfig
+from ggml_engine.control.future import EngineFuture
 from ggml_engine.control.generation import Generation, GenerationStats, Reason
 from ggml_engine.control.prefix_cache import PrefixCache
 from ggml_engine.control.prefix_match import Miss
@@ -193,14 +194,25 @@ class _Round:
 
     # ---- beginning
 
-    def _begin_what_fits(self) -> Iterator[RoundResult]:
-        while self._waiting and not self._is_cancelled and self._fits(self._waiting[0]):
+    def _begin_what_fits(self) -> list[RoundResult]:
+        """Begin those that there is room for, at once: an open waits for a step, and not one for each. What cannot."""
+        opening: list[tuple[_Turn, EngineFuture[Session] | None]] = []
+        while self._waiting and self._fits(self._waiting[0]):
             turn = self._waiting.popleft()
+            self._running[turn.index] = turn
+            opening.append((turn, None if turn.session is not None else self.runner.open_session_async()))
+        failed: list[RoundResult] = []
+        for turn, future in opening:
             try:
-                self._begin(turn)
-            except EngineError as error:  # no session: this prompt's trouble only
-                self._running.pop(turn.index, None)
-                yield self._unbegun(turn, Reason.FAILED, error)
+                if future is not None:
+                    turn.session = future.result()
+            except EngineError as error:  # this prompt's trouble only
+                del self._running[turn.index]
+                failed.append(self._unbegun(turn, Reason.FAILED, error))
+        for turn, _ in opening:
+            if turn.session is not None:
+                self._begin(turn, turn.session)
+        return failed
 
     def _fits(self, turn: _Turn) -> bool:
         run = self.runner.executor.run
@@ -214,11 +226,9 @@ class _Round:
         claimed = sum(each.n_cells for each in self._running.values())
         return claimed + turn.n_cells <= self.runner.executor.capacity
 
-    def _begin(self, turn: _Turn) -> None:
-        session = turn.session = turn.session or self.runner.open_session()
+    def _begin(self, turn: _Turn, session: Session) -> None:
         if turn.capture is None and turn.index < self.cache.max_entries:
             turn.capture = self.cache.capture_prompt(session, turn.prompt.tokens)
-        self._running[turn.index] = turn
         turn.submitted_s = self._now()
         turn.generation = session.generate_from(
             turn.prompt.tokens,
