@@ -149,6 +149,8 @@ def _text(name: str, value: object) -> str:
 def _id(value: object) -> str | int | None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return value
+    if not isinstance(value, str):
+        raise InputError(f"'id' is a text or a whole number, not {_kind(value)}")
     return _text("id", value)
 
 
