@@ -92,7 +92,7 @@ _output_options = together(
 
 @click.command(cls=SectionedCommand, short_help="Answer many prompts together.")
 @click.argument("model")
-@click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
+@click.argument("prompts", nargs=-1, metavar="PROMPT...")
 @_prompt_options
 @_batch_options
 @generation_options

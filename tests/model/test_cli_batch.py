@@ -87,16 +87,15 @@ def test_without_entries_nothing_is_cloned_and_with_some_only_so_many() -> None:
 
 
 def test_greedy_texts_are_those_of_run_in_deterministic_mode_whatever_holds_the_cells(tmp_path: Path) -> None:  # R39
-    prompts, options = PROMPTS[:4], (*GREEDY, "--deterministic", "-n", "10")
+    prompts, options = PROMPTS[:3], (*GREEDY, "--deterministic", "-n", "5")
     alone = {}
     for index, prompt in enumerate(prompts, 1):
         done = run("run", S, prompt, *options)
         assert done.returncode == 0
         alone[index] = done.stdout.decode().removesuffix("\n")
-    assert len(set(alone.values())) == 4
+    assert len(set(alone.values())) == 3
     ways = {
-        "batched": ("--prefix-cache-entries", "4"),
-        "two at a time": ("--max-decode-sequences", "2", "--max-batch-tokens", "64", "--prefix-cache-entries", "1"),
+        "batched": ("--prefix-cache-entries", "3", "--max-decode-sequences", "2"),
         "little room": ("--ctx", "128"),
         "sequence": ("--cache-kind", "sequence"),
     }
