@@ -59,7 +59,7 @@ def test_one_prompt_is_all_of_stdout(engine, capsys) -> None:
 def test_texts_come_in_the_order_of_the_prompts_although_they_end_in_another(engine, tmp_path, capsys) -> None:
     file = prompts_file(
         tmp_path,
-        {"prompt": "long", "max_tokens": 20},
+        {"prompt": "long", "max_tokens": 200},
         {"prompt": "short", "max_tokens": 1, "id": "s"},
         {"prompt": "mid"},
     )
@@ -68,7 +68,7 @@ def test_texts_come_in_the_order_of_the_prompts_although_they_end_in_another(eng
     assert main(["batch", "m", *args]) == 0
     out, err = capsys.readouterr()
     texts = {
-        "prompt 1": engine.answer("long", 20),
+        "prompt 1": engine.answer("long", 200),
         "prompt 2 (s)": engine.answer("short", 1),
         "prompt 3": engine.answer("mid", 4),
     }
@@ -240,7 +240,7 @@ def test_options_reach_the_runner_and_the_engine(engine) -> None:
         decoding.append(sum(chunk.start >= 2 for chunk in forward.chunks))
 
     engine.fake.on_forward = note
-    args = ["--max-decode-sequences", "2", "--max-batch-tokens", "32", "--threads", "3"]
+    args = ["--max-decode-sequences", "2", "--max-batch-tokens", "32", "--threads", "3", "-n", "60"]
     assert main(["batch", "m", *"abcde", *GREEDY, *args]) == 0
     assert max(decoding) == 2
     assert engine.runner_options.max_decode_sequences == 2
@@ -358,8 +358,10 @@ def test_ctrl_c_ends_what_runs_and_writes_what_is_there(monkeypatch, tmp_path, c
     def interrupt(_forward: Forward) -> None:
         nonlocal n_forwards
         n_forwards += 1
-        if n_forwards == 12:
+        if n_forwards == 60:
             os.kill(os.getpid(), signal.SIGINT)
+        if n_forwards > 2000:
+            raise RuntimeError("nobody ends it")
 
     engine.fake.on_forward = interrupt
     file = prompts_file(tmp_path, {"prompt": "a"}, {"prompt": "b", "max_tokens": 2}, {"prompt": "c"})
