@@ -66,6 +66,7 @@ class Engine:
         gpu_layers: int | None = None,
         mmap: bool = True,
         kv_type: str = "f16",
+        cache_kind: str = "batched_cell",
         attention: Literal["auto", "flash", "matmul"] = "auto",
         max_batch_tokens: int = 512,
         deterministic: bool = False,
@@ -75,9 +76,10 @@ class Engine:
         `ctx` is the capacity in cells (tokens of K/V): by default the model's own context, less if that would take
         half of the free memory; storage grows as it is used. `progress(done, total)` counts bytes and is called on
         this thread; `cancel()` is asked between tensors, and true raises CancelledError. `mmap=False` copies the file
-        first, for files that may change meanwhile. `deterministic` makes logits independent of what runs beside a
-        sequence and of how its tokens were cut into steps (docs/determinism.md). Raises ModelNotFoundError, GGUFError,
-        ModelError, LibraryError, OptionError, AllocationError, CancelledError; nothing stays allocated.
+        first, for files that may change meanwhile. `cache_kind` "batched_cell" holds many sessions, "sequence" one at a
+        time, which cannot be cloned. `deterministic` makes logits independent of what runs beside a sequence and of how
+        its tokens were cut into steps (docs/determinism.md). Raises ModelNotFoundError, GGUFError, ModelError,
+        LibraryError, OptionError, AllocationError, CancelledError; nothing stays allocated.
         """
         with ExitStack() as undo:
             file = GGUFFile.open(find_model(path), mmap=mmap)
@@ -96,6 +98,7 @@ class Engine:
                 device=device,
                 gpu_layers=gpu_layers,
                 kv_type=kv_type,
+                cache_kind=cache_kind,
                 attention=attention,
                 max_batch_tokens=max_batch_tokens,
                 deterministic=deterministic,

@@ -28,6 +28,7 @@ def load_executor(
     device: str = "auto",
     gpu_layers: int | None = None,
     kv_type: str = "f16",
+    cache_kind: str = "batched_cell",
     attention: Literal["auto", "flash", "matmul"] = "auto",
     max_batch_tokens: int = 512,
     deterministic: bool = False,
@@ -41,6 +42,7 @@ def load_executor(
             attention=attention,
             k_type=kv_type,
             v_type=kv_type,
+            cache_kind=cache_kind,
             deterministic=deterministic,
         )
         return GgmlExecutor(model, options)

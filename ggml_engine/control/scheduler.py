@@ -297,7 +297,8 @@ class Scheduler(SessionTable):
     def _plan(self) -> list[Part]:
         self._n_turns += 1
         ready = [running for running in self._running if running.is_admitted]
-        return plan_parts(ready, self.executor, self.cost.prefill_budget(), self._n_turns)
+        budget, most = self.cost.prefill_budget(), self.options.max_decode_sequences
+        return plan_parts(ready, self.executor, budget, self._n_turns, most)
 
     def _forward(self, parts: list[Part]) -> None:
         """One forward of `parts`; none where a prompt is to end. Raises PoolFullError, with nothing changed."""
