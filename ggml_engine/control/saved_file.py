@@ -33,7 +33,7 @@ from ggml_engine.control.saved_names import replacing
 from ggml_engine.errors import SavedStateError
 from ggml_engine.executor.image import Rows
 
-PART_BYTES = 8 << 20  # copied between two forwards in a few milliseconds
+PART_BYTES = 4 << 20  # copied between two forwards in a few milliseconds
 
 
 def rows_of_a_part(row_bytes: int) -> int:

@@ -128,7 +128,7 @@ def test_streams_go_on_between_the_parts_of_a_big_one(tmp_path: Path) -> None:
         assert stream.tokens == b.expected([1], len(stream.tokens))
         for what in ("read", "write"):
             parts = [(n, at) for each, n, at in b.executor.rows.parts if each == what]
-            assert [n for n, _ in parts] == [8] * 5  # 8 MiB each
+            assert [n for n, _ in parts] == [4] * 10  # 4 MiB each
             moments = [at for _, at in parts]
             assert all(before < after for before, after in pairwise(moments)), moments
 
@@ -293,7 +293,7 @@ def test_what_is_on_its_way_in_counts_as_resident(tmp_path: Path) -> None:
 
         rows.write = write_and_open  # type: ignore[method-assign]
         with load(b, tmp_path):
-            assert len(opened) == 5
+            assert len(opened) == 10
             assert all(isinstance(each.exception(WAIT_S), SessionLimitError) for each in opened)
 
 
