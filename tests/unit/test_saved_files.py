@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +46,31 @@ def live() -> Iterator[Bench]:
         yield b
 
 
+@contextmanager
+def untouched(b: Bench, *, may_ask: bool = False) -> Iterator[None]:
+    """Everything that lives is left as it was; unless `may_ask`, the executor is asked for nothing."""
+    before = state_of(b)
+    n_calls = len(b.executor.calls)
+    yield
+    assert state_of(b) == before
+    assert may_ask or b.executor.calls[n_calls:] == []
+
+
 def refused(
     b: Bench, directory: Path, code: str, match: str | None = None, name: str = "one", *, may_ask: bool = False
 ) -> SavedStateError:
-    """Loading is refused with this code, and leaves everything as it was.
-
-    Unless `may_ask`, the executor was asked for nothing.
-    """
-    before = state_of(b)
-    n_calls = len(b.executor.calls)
-    with pytest.raises(SavedStateError, match=match) as caught:
+    """Loading is refused with this code, and leaves everything as it was, see `untouched`."""
+    with untouched(b, may_ask=may_ask), pytest.raises(SavedStateError, match=match) as caught:
         b.runner.load_session(directory, name, WAIT_S)
     assert caught.value.code == code, caught.value
-    assert state_of(b) == before
-    assert may_ask or b.executor.calls[n_calls:] == []
     return caught.value
+
+
+def code_of(b: Bench, directory: Path) -> str:
+    """What loading is refused with."""
+    with pytest.raises(SavedStateError) as caught:
+        b.runner.load_session(directory, "one", WAIT_S)
+    return caught.value.code
 
 
 # ---- damage
@@ -73,9 +84,10 @@ def test_a_file_that_is_whole_is_taken(tmp_path: Path, live: Bench, written: byt
 
 def test_a_truncated_file_is_refused_at_every_length(tmp_path: Path, live: Bench, written: bytes) -> None:
     path = file_of(tmp_path, "one")
-    for n in range(len(written)):
-        path.write_bytes(written[:n])
-        refused(live, tmp_path, "damaged" if n else "foreign")
+    with untouched(live):
+        for n in range(len(written)):
+            path.write_bytes(written[:n])
+            assert code_of(live, tmp_path) == ("damaged" if n else "foreign"), n
 
 
 def test_a_file_with_more_behind_it_is_refused(tmp_path: Path, live: Bench, written: bytes) -> None:
@@ -86,11 +98,12 @@ def test_a_file_with_more_behind_it_is_refused(tmp_path: Path, live: Bench, writ
 @pytest.mark.parametrize("flip", [0x01, 0x80, 0xFF])
 def test_every_byte_matters(tmp_path: Path, live: Bench, written: bytes, flip: int) -> None:
     path = file_of(tmp_path, "one")
-    for at in range(len(written)):
-        changed = bytearray(written)
-        changed[at] ^= flip
-        path.write_bytes(changed)
-        refused(live, tmp_path, "foreign" if at < 8 else "version" if at < 12 else "damaged")
+    with untouched(live):
+        for at in range(len(written)):
+            changed = bytearray(written)
+            changed[at] ^= flip
+            path.write_bytes(changed)
+            assert code_of(live, tmp_path) == ("foreign" if at < 8 else "version" if at < 12 else "damaged"), at
 
 
 def test_a_file_of_another_version_says_which(tmp_path: Path, live: Bench, written: bytes) -> None:
