@@ -56,6 +56,7 @@ def ask(core: Core, call: Callable[[Core], T], deadline: Deadline, session: Sess
         return future.result(deadline.left())
     except BaseException:
         future.cancel()
+        del future  # whoever keeps the error must not keep what came too late
         raise
 
 

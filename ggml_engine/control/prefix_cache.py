@@ -102,9 +102,8 @@ class PrefixCache:
         if tokens.size < 2:
             return Lookup(miss=Miss(MissReason.SHORT))
         self._fault("lookup")
-        fingerprint = runner.executor.fingerprint
         entries = self._entries.alive()
-        own = [entry for entry in entries if entry.snapshot.runner is runner and entry.fingerprint == fingerprint]
+        own = [entry for entry in entries if self._is_own(entry, runner)]
         if not own:
             return Lookup(miss=Miss(MissReason.FOREIGN if entries else MissReason.EMPTY))
         candidates = ranked(own, tokens)
@@ -116,6 +115,11 @@ class PrefixCache:
         if not candidates[0][1]:
             return Lookup(miss=miss)
         return Lookup(miss=Miss(MissReason.REFUSED, candidates[0][1]))
+
+    @staticmethod
+    def _is_own(entry: CacheEntry, runner: Runner) -> bool:
+        """Whether an entry's K/V is in this runner's executor, and is what it would compute."""
+        return entry.snapshot.runner is runner and entry.fingerprint == runner.executor.fingerprint
 
     def _cloned(
         self, entry: CacheEntry, n: int, tokens: npt.NDArray[np.int32], timeout: float | None
@@ -259,14 +263,14 @@ class PrefixCache:
         saved. Forwards run in between. Raises SavedStateError, SessionError when cells ran out meanwhile, and
         OptionError where no runner can be told; then no file has changed.
         """
-        self._refuse_in_callback()
+        self._refuse_in_callback(*([] if runner is None else [runner]))
         path, deadline = path_of(directory, name), Deadline(timeout)
         entries = self._entries.alive()
         runners = {entry.snapshot.runner for entry in entries}
         if runner is None and len(runners) != 1:
             raise OptionError(f"a file holds entries of one runner, these are of {len(runners)}: name the runner")
         of_one = runners.pop() if runner is None else runner
-        return save_entries(of_one, [each for each in entries if each.snapshot.runner is of_one], path, deadline)
+        return save_entries(of_one, [each for each in entries if self._is_own(each, of_one)], path, deadline)
 
     def load(
         self, runner: Runner, directory: Directory, name: str = "prefix-cache", timeout: float | None = None
@@ -297,9 +301,7 @@ class PrefixCache:
     @staticmethod
     def _wanted(runner: Runner, state: SavedState, there: Sequence[CacheEntry]) -> list[int]:
         """The sequences of a saved cache that are not there already, the one that was used last first."""
-        fingerprint = runner.executor.fingerprint
-        own = [each for each in there if each.snapshot.runner is runner and each.fingerprint == fingerprint]
-        known = {each.tokens.tobytes() for each in own}
+        known = {each.tokens.tobytes() for each in there if PrefixCache._is_own(each, runner)}
         keys = [each.tokens.tobytes() for each in state.sequences]
         return [i for i, key in reversed(list(enumerate(keys))) if key not in known and key not in keys[i + 1 :]]
 

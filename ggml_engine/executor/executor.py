@@ -151,8 +151,8 @@ class GgmlExecutor(Executor):
         self._row_tile = DETERMINISTIC_ROW_TILE if self.options.deterministic else 1
         self._join = self.options.deterministic or self.form is AttentionForm.FLASH
         self._compaction = Compaction(self.cache, model.backends, self._make_room, join=self._join)
-        self._rows = PoolRows(self.cache.pool, self._make_room)
         self.graphs = GraphCache(self._build, self.options.max_graphs, self.options.max_graph_bytes)
+        self._rows = PoolRows(self.cache.pool, self._make_room)
         self.n_forwarded = 0
         self.n_rows_read = 0
         self.n_cells_peak = 0

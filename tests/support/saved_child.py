@@ -15,7 +15,7 @@ from ggml_engine import Engine, GenConfig, PrefixCache, SamplerConfig, Session
 
 WAIT_S = 600
 CONFIG = GenConfig(max_tokens=3, sampler=SamplerConfig(temperature=0.0), ignore_eos=True, logprobs=3)
-OPTIONS: dict[str, Any] = {"ctx": 2048, "deterministic": True, "threads": 2}
+OPTIONS: dict[str, Any] = {"ctx": 4096, "deterministic": True, "threads": 2}
 
 
 def outcome(session: Session, tokens: list[int]) -> dict[str, Any]:

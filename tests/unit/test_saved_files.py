@@ -210,6 +210,13 @@ def test_the_length_of_metadata_is_bounded_before_they_are_read(tmp_path: Path, 
         refused(live, tmp_path, "damaged", f"{n} bytes of metadata")
 
 
+def test_rows_of_no_bytes_are_not_allocated_for(tmp_path: Path, live: Bench, written: bytes) -> None:
+    path = file_of(tmp_path, "one")
+    path.write_bytes(written)
+    forged(path, _set(row_bytes=0, n_rows=2**40), rest=lambda rest: rest[:72])
+    refused(live, tmp_path, "damaged", "rows of 0 bytes", may_ask=True)
+
+
 def _rows(*rows: int) -> Callable[[bytes], bytes]:
     """Another table; it stands behind nine tokens."""
     return lambda rest: rest[:36] + struct.pack("<9I", *rows) + rest[72:]

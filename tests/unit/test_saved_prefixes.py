@@ -204,6 +204,17 @@ def test_a_file_holds_entries_of_one_runner(tmp_path: Path) -> None:
         assert keys(found) == [B]
 
 
+def test_entries_of_another_execution_are_left_out(tmp_path: Path) -> None:
+    with bench() as b:
+        cache = filled(b)
+        b.executor._fingerprint = "another"
+        assert put(b, cache, PROMPT)
+        assert cache.save(tmp_path, timeout=WAIT_S) == 1
+        found = PrefixCache(8)
+        assert found.load(b.runner, tmp_path, timeout=WAIT_S) == 1
+        assert keys(found) == [PROMPT]
+
+
 def test_a_cache_and_a_session_are_not_taken_for_each_other(tmp_path: Path) -> None:
     with bench() as b, b.session_at() as session:
         cache = filled(b)
