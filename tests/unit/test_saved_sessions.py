@@ -30,7 +30,9 @@ from ggml_engine.errors import (
     SessionLimitError,
     WouldBlockError,
 )
+from ggml_engine.executor.image import KvImage
 from ggml_engine.executor.prepared import EmbeddingInput
+from ggml_engine.executor.protocol import Executor
 
 MIB = 1 << 20
 LONG = [(7 * i) % 89 + 1 for i in range(40)]
@@ -151,6 +153,33 @@ def test_a_session_that_generates_saves_what_it_has_committed(tmp_path: Path) ->
         generation.cancel()
         assert generation.wait(WAIT_S)
         assert generation.tokens == b.expected(PROMPT, len(generation.tokens))
+
+
+def test_many_threads_save_and_load_at_once(tmp_path: Path) -> None:
+    with bench(row_bytes=1 << 14) as b, b.session_at(LONG) as session:
+        beside = b.open()
+        stream = b.start(beside, [1], 400)
+        errors: list[BaseException] = []
+
+        def save_and_load(i: int) -> None:
+            for _ in range(4):
+                session.save(tmp_path, "shared", WAIT_S)
+                session.save(tmp_path, f"own-{i}", WAIT_S)
+                for name in ("shared", f"own-{i}"):
+                    with load(b, tmp_path, name) as loaded:
+                        assert (loaded.tokens, loaded.pending) == (LONG, session.pending)
+
+        threads = [threading.Thread(target=_catch, args=(errors, lambda i=i: save_and_load(i))) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert not any(thread.is_alive() for thread in threads)
+        assert errors == []
+        assert stream.result(WAIT_S)
+        assert stream.tokens == b.expected([1], 400)
+        assert Runner.saved_names(tmp_path) == ["own-0", "own-1", "own-2", "own-3", "shared"]
+        assert len(list(tmp_path.iterdir())) == 5
 
 
 def test_a_session_may_be_closed_while_it_is_saved(tmp_path: Path) -> None:
@@ -319,6 +348,9 @@ def test_a_prepared_input_cannot_be_saved(tmp_path: Path) -> None:
 
 def test_an_executor_without_images_says_so(tmp_path: Path) -> None:
     with bench() as b:
+        assert Executor.read_image(b.executor, []) is None  # the default of the protocol
+        assert Executor.write_image(b.executor, KvImage(8, 0, (), ())) is None
+        assert Executor.description.fget(b.executor) == {}  # type: ignore[attr-defined]
         saved(b, tmp_path)
     with bench(images=False) as b:
         with b.session_at() as session, pytest.raises(SavedStateError, match="cannot give its K/V out"):
