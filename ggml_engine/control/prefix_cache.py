@@ -302,8 +302,8 @@ class PrefixCache:
     def _wanted(runner: Runner, state: SavedState, there: Sequence[CacheEntry]) -> list[int]:
         """The sequences of a saved cache that are not there already, the one that was used last first."""
         known = {each.tokens.tobytes() for each in there if PrefixCache._is_own(each, runner)}
-        keys = [each.tokens.tobytes() for each in state.sequences]
-        return [i for i, key in reversed(list(enumerate(keys))) if key not in known and key not in keys[i + 1 :]]
+        last = {each.tokens.tobytes(): i for i, each in enumerate(state.sequences)}
+        return sorted((i for key, i in last.items() if key not in known), reverse=True)
 
     # ---- what is there
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,6 @@ from ggml_engine.control.saved_format import FormatError, encode_json
 from ggml_engine.control.saving import PREFIX_CACHE, load_sessions, write_held
 from ggml_engine.control.session import Session
 from ggml_engine.errors import PoolFullError, SavedStateError, SessionLimitError
-
-log = logging.getLogger("ggml_engine.control")
 
 
 def save_entries(runner: Runner, entries: Sequence[CacheEntry], path: Path, deadline: Deadline) -> int:
@@ -60,8 +58,9 @@ def load_entries(
     if max_bytes is not None:
         n_cells = min(n_cells, max_bytes // executor.bytes_per_cell)
     wanted = wanted[: max(0, n_sessions - 1)]
-    while wanted and saved.state.image.choose(wanted)[0].n_cells > n_cells:
-        wanted = wanted[:-1]
+    image = saved.state.image
+    n_fitting = bisect_right(range(1, len(wanted) + 1), n_cells, key=lambda n: image.choose(wanted[:n])[0].n_cells)
+    wanted = wanted[:n_fitting]
     while wanted:
         order = wanted[::-1]  # so that the least recently used one is given up first, too
         try:

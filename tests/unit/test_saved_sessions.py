@@ -117,10 +117,10 @@ def test_what_cannot_be_cloned_and_is_rewound_meanwhile_is_not_saved(tmp_path: P
 
 
 def test_streams_go_on_between_the_parts_of_a_big_one(tmp_path: Path) -> None:
-    with bench(row_bytes=MIB) as b, b.session_at(LONG) as session:
-        b.executor.on_forward = lambda _: time.sleep(0.001)
+    with bench(row_bytes=MIB, capacity=4096) as b, b.session_at(LONG) as session:
+        b.executor.on_forward = lambda _: time.sleep(0.002)
         beside = b.open()
-        stream = b.start(beside, [1], 900)
+        stream = b.start(beside, [1], 3500)
         session.save(tmp_path, "big", WAIT_S)
         with load(b, tmp_path, "big") as loaded:
             assert stream.reason is None, "the stream ended too early to show something"
@@ -136,10 +136,10 @@ def test_streams_go_on_between_the_parts_of_a_big_one(tmp_path: Path) -> None:
 
 
 def test_a_session_that_generates_saves_what_it_has_committed(tmp_path: Path) -> None:
-    with bench() as b:
+    with bench(capacity=8192) as b:
         b.executor.on_forward = lambda _: time.sleep(0.001)
         session = b.open()
-        generation = b.start(session, PROMPT, 800)
+        generation = b.start(session, PROMPT, 3500)
         eventually(lambda: len(generation.tokens) > 2, "nothing came")
         session.save(tmp_path, "busy", WAIT_S)
         assert generation.reason is None, "it ended too early to show something"
@@ -286,6 +286,7 @@ def test_cells_that_a_prompt_was_promised_are_not_taken(tmp_path: Path) -> None:
             errors: list[BaseException] = []
             thread = threading.Thread(target=_catch, args=(errors, lambda: load(b, tmp_path)))
             thread.start()
+            eventually(lambda: b.runner._core._commands, "nothing was asked for")  # it has read the file
             gate.release_one()
             thread.join(WAIT_S)
             assert [type(each) for each in errors] == [PoolFullError]
