@@ -139,7 +139,7 @@ def test_a_session_that_generates_saves_what_it_has_committed(tmp_path: Path) ->
     with bench(capacity=8192) as b:
         b.executor.on_forward = lambda _: time.sleep(0.001)
         session = b.open()
-        generation = b.start(session, PROMPT, 3500)
+        generation = b.start(session, PROMPT, 2000)
         eventually(lambda: len(generation.tokens) > 2, "nothing came")
         session.save(tmp_path, "busy", WAIT_S)
         assert generation.reason is None, "it ended too early to show something"
@@ -152,7 +152,7 @@ def test_a_session_that_generates_saves_what_it_has_committed(tmp_path: Path) ->
             assert b.run(loaded, [33], 2) == b.expected(history, 2)
         generation.cancel()
         assert generation.wait(WAIT_S)
-        assert generation.tokens[:20] == b.expected(PROMPT, 20)
+        assert generation.tokens == b.expected(PROMPT, len(generation.tokens))
 
 
 def test_many_threads_save_and_load_at_once(tmp_path: Path) -> None:
