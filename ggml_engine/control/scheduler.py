@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.control.generation import Generation, GenerationState, Reason, failure
+from ggml_engine.control.image_table import ImageTable
 from ggml_engine.control.options import RunnerOptions
 from ggml_engine.control.session_state import SessionState, SessionStatus
-from ggml_engine.control.session_table import SessionTable
 from ggml_engine.control.step_parts import Part, Running, batch_of, checked_logits, plan_parts
 from ggml_engine.control.step_plan import StepCost
 from ggml_engine.control.text import TextModel, TokenSampler
@@ -41,7 +41,7 @@ from ggml_engine.executor.protocol import Executor
 log = logging.getLogger("ggml_engine.control")
 
 
-class Scheduler(SessionTable):
+class Scheduler(ImageTable):
     """The state machine of the control plane over one executor."""
 
     def __init__(self, executor: Executor, text: TextModel, options: RunnerOptions, clock: Callable[[], float]) -> None:
@@ -236,6 +236,7 @@ class Scheduler(SessionTable):
         """End every generation as shut down, and close every session."""
         for running in list(self._running):
             self._end(running, Reason.SHUTDOWN)
+        self._end_images()
         for state in self.sessions:
             with suppress(Exception):  # an executor that broke must not keep the others open
                 self.close(state)

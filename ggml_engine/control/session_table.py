@@ -24,6 +24,7 @@ class SessionTable(ABC):
         self.executor = executor
         self.options = options
         self._sessions: dict[int, SessionState] = {}
+        self._n_incoming = 0  # sessions whose K/V is on its way in
         self._next_number = 0
         self._n_uses = 0
 
@@ -46,7 +47,8 @@ class SessionTable(ABC):
             raise SessionLimitError(reason)
 
     def _refusal(self) -> str:
-        return self.options.refusal(len(self._sessions) + 1, self.executor.capacity, self.executor.run)
+        n_resident = len(self._sessions) + self._n_incoming
+        return self.options.refusal(n_resident + 1, self.executor.capacity, self.executor.run)
 
     @property
     def has_room(self) -> bool:
