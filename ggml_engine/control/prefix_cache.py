@@ -31,8 +31,8 @@ class PrefixCache:
     clones at all). Snapshots of several runners may be in one cache; they serve their own runner, as long as its
     executor's fingerprint is what it was. `max_bytes` bounds the K/V of the cells that the snapshots hold, those that
     live sessions hold as well included, each cell once. A snapshot counts as one of the runner's resident sessions
-    (`max_sessions`), and keeps the runner going. When an executor runs out of cells it takes those of snapshots: such
-    an entry is gone, whatever the policy says.
+    (`max_sessions`), and keeps the runner going. When an executor runs out of cells it takes those that snapshots alone
+    hold: such an entry is gone, whatever the policy says.
 
     `replace_extended` lets an entry take the place of older ones with equal metadata (None equals None) that it begins
     with: of one conversation the longest snapshot is kept, and every earlier point can still be had from it where the
