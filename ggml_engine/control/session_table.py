@@ -105,16 +105,36 @@ class SessionTable(ABC):
         return to
 
     def _evict_snapshot(self) -> bool:
-        """Give up the cells of the snapshot that was used longest ago; whether there was one."""
-        snapshots = [state for state in self._sessions.values() if state.is_snapshot and state.active is None]
-        if not snapshots:
+        """Give up a snapshot for the sake of its cells; whether there was one that has any to give."""
+        chosen = self._snapshot_to_evict()
+        if chosen is None:
             return False
-        oldest = min(snapshots, key=lambda state: state.last_use)
-        self._sessions.pop(oldest.number)
-        oldest.status = SessionStatus.EVICTED
-        oldest.trouble = "others needed its cells"
+        self._sessions.pop(chosen.number)
+        chosen.status = SessionStatus.EVICTED
+        chosen.trouble = "others needed its cells"
         try:
-            self.executor.close(oldest.sequence)
+            self.executor.close(chosen.sequence)
         except Exception:  # those who need its cells are not to blame
             log.exception("a snapshot could not be closed")
         return True
+
+    def _snapshot_to_evict(self) -> SessionState | None:
+        """The snapshot that was used longest ago, of those whose end frees cells.
+
+        Where cells are shared among snapshots, so that the end of one alone frees none, it is the one that was used
+        longest ago of those with a part in such cells. None where others than idle snapshots hold every cell.
+        """
+        idle = [state for state in self._sessions.values() if state.is_snapshot and state.active is None]
+        if not idle:
+            return None
+        idle.sort(key=lambda state: state.last_use)
+        owners = {state.sequence for state in self._sessions.values()}
+        kept = owners - {state.sequence for state in idle}
+        count = self.executor.count_cells
+        n_owned, n_kept = count(owners), count(kept)
+        if n_owned == n_kept:
+            return None
+        for state in idle:
+            if count(owners - {state.sequence}) < n_owned:
+                return state
+        return next((state for state in idle if count(kept | {state.sequence}) > n_kept), None)
