@@ -41,7 +41,9 @@ from ggml_engine.models.model import Model
 from ggml_engine.pool.kv_types import QUANTISED, KvFormat, kv_type
 from ggml_engine.pool.registry import CacheConfig, build_cache
 
-_NODES_PER_LAYER = 48  # an upper bound for every architecture here; a graph that needs more is refused, not cut
+_NODES_PER_LAYER = 72  # an upper bound for every architecture here; a graph that needs more is refused, not cut
+_NODES_OF_EXPERTS = 64  # router, products and shared experts
+_NODES_PER_EXPERT = 2  # of those that a token passes
 _NODES_PER_PIECE = 8  # views, products and sums for every span that is read
 _NODES_BESIDE = 64
 _MAX_LOCKED_BYTES = 8 << 20  # a copy of at most a millisecond, during which Python's lock is kept
@@ -136,7 +138,7 @@ class GgmlExecutor(Executor):
             CacheConfig(
                 model.libraries,
                 model.hp.kv_layers(),
-                model.layer_backends,
+                [model.layer_backends[il] for il in model.hp.kv_owners()],
                 self.options.capacity,
                 self._kv_format,
                 self.options.run,
@@ -194,7 +196,8 @@ class GgmlExecutor(Executor):
         """
         o = self.options
         kinds = [backend.device.kind for backend in self.model.layer_backends]
-        how = (self.form, self._kv_format, o.deterministic, o.run, o.read_block, o.cache_kind, kinds)
+        is_long = 0 < self.model.hp.n_ctx_long < self.capacity  # other factors of rotation
+        how = (self.form, self._kv_format, o.deterministic, o.run, o.read_block, o.cache_kind, kinds, is_long)
         return hashlib.sha256(f"{self.model.fingerprint}\n{how!r}\n".encode()).hexdigest()
 
     @property
@@ -342,7 +345,10 @@ class GgmlExecutor(Executor):
     def _build(self, key: GraphKey) -> ReadyGraph:
         hp = self.model.hp
         n_pieces = sum(len(spans) for spans in key.reads)
-        max_tensors = hp.n_layer * (_NODES_PER_LAYER + _NODES_PER_PIECE * n_pieces) + _NODES_BESIDE
+        n_per_layer = _NODES_PER_LAYER + _NODES_PER_PIECE * n_pieces
+        if hp.experts is not None:
+            n_per_layer += _NODES_OF_EXPERTS + _NODES_PER_EXPERT * hp.experts.n_used
+        max_tensors = hp.n_layer * n_per_layer + _NODES_BESIDE
         b = GraphBuilder(self.model.libraries, max_tensors, len(self.model.weights) + 2 * hp.n_layer)
         try:
             inputs = GraphInputs(b, key, self.cache, hp.n_vocab, hp.n_embd, join=self._join)
@@ -352,8 +358,10 @@ class GgmlExecutor(Executor):
                 self.model.weights,
                 inputs.tokens,
                 inputs.positions,
+                inputs.of_positions,
                 inputs.outputs,
                 key.n_outputs,
+                self.capacity,
                 inputs,
                 self.form,
                 inputs.prepared,
