@@ -27,10 +27,20 @@ class ArithmeticOps(GraphContext):
         self._elementwise("add", a, b)
         return self._named(self.base.ggml_add(self._room("add", a, b), a.ptr, b.ptr), name)
 
+    def sub(self, a: Tensor, b: Tensor, name: str = "") -> Tensor:
+        """a - b; b is repeated to a's shape."""
+        self._elementwise("sub", a, b)
+        return self._named(self.base.ggml_sub(self._room("sub", a, b), a.ptr, b.ptr), name)
+
     def mul(self, a: Tensor, b: Tensor, name: str = "") -> Tensor:
         """a * b elementwise; b is repeated to a's shape."""
         self._elementwise("mul", a, b)
         return self._named(self.base.ggml_mul(self._room("mul", a, b), a.ptr, b.ptr), name)
+
+    def div(self, a: Tensor, b: Tensor, name: str = "") -> Tensor:
+        """a / b elementwise; b is repeated to a's shape."""
+        self._elementwise("div", a, b)
+        return self._named(self.base.ggml_div(self._room("div", a, b), a.ptr, b.ptr), name)
 
     def scale(self, a: Tensor, factor: float, name: str = "") -> Tensor:
         """a * factor."""
@@ -38,8 +48,28 @@ class ArithmeticOps(GraphContext):
         require(math.isfinite(factor), "scale", f"the factor must be finite, is {factor}")
         return self._named(self.base.ggml_scale(self._room("scale", a), a.ptr, factor), name)
 
+    def clamp(self, a: Tensor, low: float, high: float, name: str = "") -> Tensor:
+        """min(max(a, low), high), in memory of its own; the bounds may be infinite."""
+        require(a.type == TensorType.F32 and a.has_packed_rows, "clamp", "f32 rows at one distance are needed", a)
+        require(low <= high, "clamp", f"low {low}, high {high}", a)
+        return self._named(self.base.ggml_clamp(self._room("clamp", a), a.ptr, low, high), name)
+
+    def fill(self, a: Tensor, value: float, name: str = "") -> Tensor:
+        """A tensor of a's shape that holds `value` everywhere, which may be infinite; `a` keeps its own."""
+        require(a.type == TensorType.F32 and a.is_contiguous, "fill", "f32 and contiguous is needed", a)
+        require(not math.isnan(value), "fill", "the value is NaN", a)
+        return self._named(self.base.ggml_fill(self._room("fill", a), a.ptr, value), name)
+
+    def _norm_input(self, operation: str, a: Tensor, eps: float) -> None:
+        require(a.type == TensorType.F32 and a.has_contiguous_rows, operation, "f32 with contiguous rows", a)
+        require(math.isfinite(eps) and eps >= 0, operation, f"eps must be finite and not negative, is {eps}")
+
+    def layer_norm(self, a: Tensor, eps: float, name: str = "") -> Tensor:
+        """(a - mean(a)) / sqrt(variance(a) + eps) per row, without weights (Ba et al. 2016, arXiv:1607.06450)."""
+        self._norm_input("layer_norm", a, eps)
+        return self._named(self.base.ggml_norm(self._room("layer_norm", a), a.ptr, eps), name)
+
     def rms_norm(self, a: Tensor, eps: float, name: str = "") -> Tensor:
         """a / sqrt(mean(a^2) + eps) per row (Zhang and Sennrich 2019, arXiv:1910.07467)."""
-        require(a.type == TensorType.F32 and a.has_contiguous_rows, "rms_norm", "f32 with contiguous rows", a)
-        require(math.isfinite(eps) and eps >= 0, "rms_norm", f"eps must be finite and not negative, is {eps}")
+        self._norm_input("rms_norm", a, eps)
         return self._named(self.base.ggml_rms_norm(self._room("rms_norm", a), a.ptr, eps), name)

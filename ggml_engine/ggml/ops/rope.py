@@ -47,13 +47,17 @@ class RopeOps(GraphContext):
     """Positions into queries and keys."""
 
     def rope(self, a: Tensor, positions: Tensor, rope: Rope, factors: Tensor | None = None, name: str = "") -> Tensor:
-        """Rotary embedding of `a` [head, heads, tokens] at `positions` i32 [tokens] (Su et al., arXiv:2104.09864)."""
+        """Rotary embedding of `a` [head, heads, tokens] at `positions` i32 [tokens] (Su et al., arXiv:2104.09864).
+
+        The first `rope.n_dims` of each head are rotated, the others copied. Heads may be a view of wider rows.
+        """
         require(a.type in {TensorType.F32, TensorType.F16}, "rope", "f32 or f16 is needed", a)
         rope.check()
         require(0 < rope.n_dims <= a.ne[0] and rope.n_dims % 2 == 0, "rope", f"{rope.n_dims} rotated dimensions", a)
         fits = positions.type == TensorType.I32 and positions.ne == (a.ne[2], 1, 1, 1) and positions.is_contiguous
         require(fits, "rope", "one i32 position a token is needed", a, positions)
         require(a.has_contiguous_rows, "rope", "rows must be contiguous", a)
+        require(a.ne[0] % 2 == 0, "rope", f"a head of {a.ne[0]} has no pairs", a)  # the rest is copied by pairs
         if factors is not None:
             n_factors = rope.n_dims // 2
             enough = factors.type == TensorType.F32 and factors.ne[0] >= n_factors and factors.has_contiguous_rows

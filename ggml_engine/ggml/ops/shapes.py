@@ -14,13 +14,14 @@ class ShapeOps(GraphContext):
     """Views, copies, repetition."""
 
     def reshape(self, a: Tensor, *ne: int, name: str = "") -> Tensor:
-        """The same elements under a shape of two or three dimensions."""
+        """The same elements under a shape of one to four dimensions."""
         require(a.is_contiguous, "reshape", "a contiguous tensor is needed", a)
-        require(len(ne) in {2, 3} and all(n > 0 for n in ne), "reshape", f"bad shape {ne}", a)
+        require(1 <= len(ne) <= 4 and all(n > 0 for n in ne), "reshape", f"bad shape {ne}", a)
         require(math.prod(ne) == a.n_elements, "reshape", f"{ne} has another number of elements", a)
         require(ne[0] % a.type.block_size == 0, "reshape", f"rows of {ne[0]} do not fill blocks", a)
-        make = self.base.ggml_reshape_2d if len(ne) == 2 else self.base.ggml_reshape_3d
-        return self._named(make(self._room("reshape", a), a.ptr, *ne), name)
+        base = self.base
+        makers = (base.ggml_reshape_1d, base.ggml_reshape_2d, base.ggml_reshape_3d, base.ggml_reshape_4d)
+        return self._named(makers[len(ne) - 1](self._room("reshape", a), a.ptr, *ne), name)
 
     def view(self, a: Tensor, ne: tuple[int, ...], strides: tuple[int, ...], offset: int, name: str = "") -> Tensor:
         """Part of a tensor: 1 to 4 dimensions `ne`, strides in bytes of dimensions 1 and up, offset in bytes."""
@@ -46,6 +47,11 @@ class ShapeOps(GraphContext):
         require(a.type.block_size == 1 or axes[0] == 0, "permute", "blocks cannot be transposed", a)
         return self._named(self.base.ggml_permute(self._room("permute", a), a.ptr, *axes), name)
 
+    def transpose(self, a: Tensor, name: str = "") -> Tensor:
+        """Dimensions 0 and 1 swapped; a view."""
+        require(a.type.block_size == 1, "transpose", "blocks cannot be transposed", a)
+        return self._named(self.base.ggml_transpose(self._room("transpose", a), a.ptr), name)
+
     def cont_2d(self, a: Tensor, ne0: int, ne1: int, name: str = "") -> Tensor:
         """A contiguous copy under a shape of two dimensions."""
         require(ne0 > 0 and ne1 > 0 and ne0 * ne1 == a.n_elements, "cont_2d", f"[{ne0}, {ne1}] does not fit", a)
@@ -54,11 +60,17 @@ class ShapeOps(GraphContext):
 
     def repeat(self, a: Tensor, n: int, name: str = "") -> Tensor:
         """`n` copies of a tensor of at most three dimensions, along dimension 3."""
-        require(a.type == TensorType.F32, "repeat", "f32 is needed", a)
         require(a.ne[3] == 1, "repeat", "at most three dimensions are needed", a)
-        require(n > 0, "repeat", f"{n} times", a)
-        require_countable("repeat", (*a.ne[:3], n))
-        return self._named(self.base.ggml_repeat_4d(self._room("repeat", a), a.ptr, *a.ne[:3], n), name)
+        return self.repeat_to(a, *a.ne[:3], n, name=name)
+
+    def repeat_to(self, a: Tensor, ne0: int, ne1: int, ne2: int, ne3: int, name: str = "") -> Tensor:
+        """Copies of `a`, f32, beside each other until the shape is reached; each dimension is a multiple of a's."""
+        ne = (ne0, ne1, ne2, ne3)
+        require(a.type == TensorType.F32 and a.has_contiguous_rows, "repeat", "f32 rows are needed", a)
+        fits = all(n > 0 and n % small == 0 for n, small in zip(ne, a.ne, strict=True))
+        require(fits, "repeat", f"{list(ne)} are no multiples", a)
+        require_countable("repeat", ne)
+        return self._named(self.base.ggml_repeat_4d(self._room("repeat", a), a.ptr, *ne), name)
 
     def sum_rows(self, a: Tensor, name: str = "") -> Tensor:
         """The sum of each row: dimension 0 becomes 1."""
@@ -76,8 +88,10 @@ class ShapeOps(GraphContext):
         return self._named(self.base.ggml_cpy(self._room("copy", a, b), a.ptr, b.ptr), name)
 
     def cast(self, a: Tensor, tensor_type: TensorType, name: str = "") -> Tensor:
-        """A contiguous copy in another type."""
-        require(a.type in FLOAT_TYPES and tensor_type in FLOAT_TYPES, "cast", f"floats only, to {tensor_type}", a)
+        """A contiguous copy in another type: between floats, or between f32 and i32, where the fraction is cut off."""
+        kinds = {a.type, tensor_type}
+        known = kinds <= FLOAT_TYPES or kinds <= {TensorType.F32, TensorType.I32}
+        require(known, "cast", f"between floats, or between f32 and i32; not to {tensor_type!r}", a)
         return self._named(self.base.ggml_cast(self._room("cast", a), a.ptr, int(tensor_type)), name)
 
     def concat(self, a: Tensor, b: Tensor, dim: int, name: str = "") -> Tensor:

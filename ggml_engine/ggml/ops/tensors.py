@@ -58,6 +58,16 @@ class Tensor:
         return self.nb[0] == self.type.block_bytes
 
     @property
+    def has_packed_rows(self) -> bool:
+        """Whether the rows are contiguous, and row i, counted over ne1, ne2 and ne3, starts i * nb1 bytes in."""
+        expected = self.nb[1] * self.ne[1]
+        for n, stride in zip(self.ne[2:], self.nb[2:], strict=True):
+            if n != 1 and stride != expected:
+                return False
+            expected *= n
+        return self.has_contiguous_rows
+
+    @property
     def span_bytes(self) -> int:
         """Bytes from the first element to one past the last."""
         if self.type.block_size == 1:
