@@ -71,7 +71,7 @@ def _yarn_attention(scale: float, log_multiplier: float, over: float) -> np.floa
     def growth(multiplier: float) -> np.float32:
         if factor <= 1:
             return np.float32(1.0)
-        return np.float32(0.1) * np.float32(multiplier) * np.log(factor) + np.float32(1.0)
+        return np.float32(np.float32(0.1) * np.float32(multiplier) * np.log(factor) + np.float32(1.0))
 
     wanted = growth(over) / growth(log_multiplier) if log_multiplier else growth(1.0)
     return np.float32(wanted * (np.float32(1.0) / (np.float32(1.0) + np.float32(0.1) * np.log(factor))))
