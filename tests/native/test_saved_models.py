@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+from contextlib import closing
 from pathlib import Path
 
 import gguf
@@ -13,6 +15,7 @@ from libllama import Oracle
 from saved_models import MakerError, SavedModel, write_model
 from tiny_models import VOCAB
 
+from ggml_engine.ggml import library
 from ggml_engine.models.registry import ARCHITECTURES
 
 TOKENS: list[int] = np.random.default_rng(3).integers(3, VOCAB, 48).tolist()
@@ -32,6 +35,18 @@ def test_libllama_runs_the_model_and_its_logits_depend_on_the_tokens(row: Row) -
     assert np.abs(np.diff(logits, axis=0)).mean() > 0.25 * logits.std()
     assert logits[:5].tobytes() == other[:5].tobytes()
     assert np.abs(logits - other)[5 : 5 + WINDOW].mean(axis=1).min() > 0.02 * logits.std()
+
+
+def test_libllama_embeds_with_the_encoder() -> None:
+    llama_cpp = importlib.import_module("llama_cpp")
+    library.restore_log()
+    found = []
+    with closing(llama_cpp.Llama(str(model_file("bert")), embedding=True, n_threads=1, verbose=False)) as encoder:
+        for text in ("the cat", "the dog"):
+            found.append(np.asarray(encoder.embed(text)))
+    assert found[0].shape == (64,)
+    assert np.isfinite(found).all()
+    assert np.abs(found[0] - found[1]).max() > 0.1 * found[0].std()
 
 
 def tensors(path: Path) -> dict[str, gguf.ReaderTensor]:

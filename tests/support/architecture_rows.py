@@ -251,7 +251,8 @@ _DELTA: dict[str, Any] = {
 }
 _row("qwen3next", {**_DELTA, **EXPERT_FF, "expert_shared_feed_forward_length": 48}, memory="hybrid")
 _row("qwen35", {**_DELTA, "rope.dimension_sections": [3, 3, 2, 0]}, memory="hybrid")
-_row("rwkv7", {**_NO_HEADS, "feed_forward_length": N_FF, "wkv.head_size": 16, "attention.decay_lora_rank": 8,
+# heads of 16 are narrower than what the kernel takes at once: its tokens then see those that follow
+_row("rwkv7", {**_NO_HEADS, "feed_forward_length": N_FF, "wkv.head_size": 32, "attention.decay_lora_rank": 8,
      "attention.iclr_lora_rank": 8, "attention.value_residual_mix_lora_rank": 8, "attention.gate_lora_rank": 8},
      norm="layer", memory="recurrent")  # fmt: skip
 
@@ -269,7 +270,6 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 @cache
-def model_file(name: str, *, saver: bool = False) -> Path:
-    """The file of a row, made once in a process and removed at its end; `saver` as in `write_model`."""
-    path = Path(_folder().name) / f"{name}{' saved' if saver else ''}.gguf"
-    return write_model(ROWS[name].model, path, saver=saver)
+def model_file(name: str) -> Path:
+    """The file of a row, made once in a process and removed at its end."""
+    return write_model(ROWS[name].model, Path(_folder().name) / f"{name}.gguf")

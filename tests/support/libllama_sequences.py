@@ -23,9 +23,7 @@ class SequencesOracle(Oracle):
     def append(self, parts: Sequence[tuple[int, Sequence[int]]]) -> Logits:
         """Appends to several sequences in one batch, part after part: f32 [tokens, n_vocab]."""
         llama = self._llama
-        rows = [
-            (token, self.lengths[sequence] + i, sequence) for sequence, ids in parts for i, token in enumerate(ids)
-        ]
+        rows = [(token, self.lengths[sequence] + i, sequence) for sequence, ids in parts for i, token in enumerate(ids)]
         batch = llama.llama_batch_init(len(rows), 0, 1)
         try:
             batch.n_tokens = len(rows)
