@@ -7,8 +7,8 @@ not have, and can put q, k and v together. Two files can be written:
 
 * `write_model`: those tensors with the metadata as given, which is what a converter writes;
 * `write_model(saver=True)`: the file of `llama_model_save_to_file`, which has libllama's own reading of the metadata and
-  every tensor. libllama does not save apertus, leaves out keys that gemma4 needs, and loses YaRN's multiplier of
-  deepseek2: these files are another model or none.
+  every tensor. libllama does not save apertus, leaves out keys that gemma4 needs, and writes ten times deepseek2's
+  YaRN multiplier: these files are another model or none.
 
 libllama ends the process on metadata that it cannot take, so both run in a child. Same arguments, same bytes.
 Metadata of each architecture: `architecture_rows`. Contents of tensors: `random_tensors`.
