@@ -1,0 +1,275 @@
+"""One row per architecture (or form of one): the tiny model on which the engine is compared with libllama.
+
+Metadata is what a converter writes. Everywhere: 64 wide, 4 heads of 16, 2 heads of K and V, 4 layers, 96 wide inside,
+windows of 8, 4 experts of which 2 are used, a context of 512. Border of rope scaling where there is one: 32.
+
+An architecture in the registry needs a row: `tests/native/test_architectures.py` runs it. To see one on its own:
+`python -m pytest tests/native/test_architectures.py -k NAME`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from saved_models import SavedModel, write_model
+
+N_EMBD, N_FF, N_HEAD, N_HEAD_KV, HEAD = 64, 96, 4, 2, 16
+WINDOW = 8
+BORDER = 32  # rope.scaling.original_context_length
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`name` says which form; it begins with the architecture.
+
+    `tolerance` gives the reason why logits are not libllama's bytes (then their normalised mean squared error is
+    under 1e-6). `refused` is what the refusal says where the engine has a graph for the architecture but not for this
+    form of it. `memory` is "attention" where any token can be cut off, "recurrent" or "hybrid" where it cannot, "none"
+    for encoders.
+    """
+
+    name: str
+    model: SavedModel
+    tolerance: str = ""
+    refused: str = ""
+    memory: str = "attention"
+
+    @property
+    def architecture(self) -> str:
+        """The value of `general.architecture`."""
+        return self.model.architecture
+
+
+ROWS: dict[str, Row] = {}
+
+
+def _sizes(**changes: Any) -> dict[str, Any]:
+    sizes = {
+        "block_count": 4,
+        "context_length": 512,
+        "embedding_length": N_EMBD,
+        "feed_forward_length": N_FF,
+        "attention.head_count": N_HEAD,
+        "attention.head_count_kv": N_HEAD_KV,
+        "rope.freq_base": 10000.0,
+    }
+    return sizes | {key.replace("__", "."): value for key, value in changes.items()}
+
+
+def _row(
+    name: str,
+    metadata: Mapping[str, Any] | None = None,
+    *,
+    architecture: str = "",
+    norm: str = "rms",
+    tolerance: str = "",
+    refused: str = "",
+    memory: str = "attention",
+    **options: Any,
+) -> None:
+    """`norm` says which epsilon the architecture reads. A key with None is left out."""
+    epsilon = {"rms": {"attention.layer_norm_rms_epsilon": 1e-5}, "layer": {"attention.layer_norm_epsilon": 1e-5}}[norm]
+    merged = {**_sizes(), **epsilon, **(metadata or {})}
+    model = SavedModel(
+        architecture or name, {key: value for key, value in merged.items() if value is not None}, **options
+    )
+    assert name not in ROWS
+    ROWS[name] = Row(name, model, tolerance, refused, memory)
+
+
+EXPERTS: dict[str, Any] = {"expert_count": 4, "expert_used_count": 2}
+EXPERT_FF: dict[str, Any] = {**EXPERTS, "expert_feed_forward_length": 64}
+DENSE_FIRST: dict[str, Any] = {"leading_dense_block_count": 1}
+WINDOWED: dict[str, Any] = {"attention.sliding_window": WINDOW}
+HEADS_OF_32: dict[str, Any] = {"attention.key_length": 32, "attention.value_length": 32}
+YARN: dict[str, Any] = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": BORDER,
+}
+ATTENTION_BIASES = r"attn_(q|k|v|qkv|output)\.bias"
+FFN_BIASES = r"ffn_(gate|up|down)\.bias"
+OPTIONAL_BIASES = (ATTENTION_BIASES, FFN_BIASES)
+OUTPUT = r"^output\.weight"
+
+# ---- decoders with plain attention
+
+_row("llama", drop=("rope_freqs", *OPTIONAL_BIASES))
+_row("llama tied, biases, frequency factors", architecture="llama", drop=(OUTPUT,))
+_row("llama yarn", YARN, architecture="llama", drop=("rope_freqs", *OPTIONAL_BIASES))
+_row("llama linear", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, architecture="llama",
+     drop=("rope_freqs", *OPTIONAL_BIASES))  # fmt: skip
+_row("llama heads of 32, q4_0", HEADS_OF_32, architecture="llama", drop=("rope_freqs", *OPTIONAL_BIASES),
+     types={"weight": "Q4_0"})  # fmt: skip
+_row("llama experts", EXPERTS, architecture="llama", drop=("rope_freqs", *OPTIONAL_BIASES),
+     refused="with experts")  # fmt: skip
+_row("mistral3", {**YARN, "rope.scaling.yarn_log_multiplier": 1.0, "rope.scaling.yarn_beta_fast": 32.0,
+     "rope.scaling.yarn_beta_slow": 1.0, "attention.temperature_scale": 0.1},
+     drop=("rope_freqs", *OPTIONAL_BIASES))  # fmt: skip
+_row("mistral3 experts", EXPERTS, architecture="mistral3", drop=("rope_freqs", *OPTIONAL_BIASES))
+_row("qwen2", drop=(r"attn_output\.bias", r"^output\.bias", r"cls"))
+_row("qwen2moe", {**EXPERT_FF, "expert_shared_feed_forward_length": 48}, drop=(r"attn_output\.bias",))
+_row("qwen3", HEADS_OF_32, drop=(ATTENTION_BIASES, r"cls"))
+_row("qwen3moe", {**EXPERT_FF, **HEADS_OF_32}, drop=(ATTENTION_BIASES,))
+_row("gemma", HEADS_OF_32)
+_row("gemma2", {**HEADS_OF_32, **WINDOWED, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0},
+     drop=(ATTENTION_BIASES,))  # fmt: skip
+_row("gemma3", {**HEADS_OF_32, **WINDOWED, "block_count": 7, "rope.freq_base": 1e6, "rope.scaling.type": "linear",
+     "rope.scaling.factor": 8.0}, drop=(ATTENTION_BIASES, OUTPUT, r"dense_"))  # fmt: skip
+_GEMMA4: dict[str, Any] = {
+    "block_count": 6,
+    "attention.sliding_window": WINDOW,
+    "attention.sliding_window_pattern": [True, True, False, True, True, False],
+    "attention.key_length": 32,
+    "attention.value_length": 32,
+    "attention.key_length_swa": 16,
+    "attention.value_length_swa": 16,
+    "rope.dimension_count": 32,
+    "rope.dimension_count_swa": 16,
+    "rope.freq_base": 1e6,
+    "rope.freq_base_swa": 10000.0,
+    "final_logit_softcapping": 6.0,
+}
+_row("gemma4", {**_GEMMA4, "embedding_length_per_layer_input": 0, "attention.shared_kv_layers": 0}, drop=(OUTPUT,))
+_row("gemma4 per layer inputs, shared layers",
+     {**_GEMMA4, "embedding_length_per_layer_input": 32, "attention.shared_kv_layers": 2,
+      "attention.sliding_window_pattern": [True, False, True, False, True, False]},
+     architecture="gemma4", drop=(OUTPUT, r"blk\.[45]\.attn_(k|v|k_norm)\.weight"))  # fmt: skip
+_row("gemma4 experts", {**_GEMMA4, **EXPERT_FF, "embedding_length_per_layer_input": 0,
+     "attention.shared_kv_layers": 0}, architecture="gemma4",
+     drop=(OUTPUT, r"attn_v\.weight"), keep=(r"ffn_gate_inp\.scale", r"ffn_down_exps\.scale"))  # fmt: skip
+_row("phi2", {"attention.head_count_kv": N_HEAD, "rope.dimension_count": 8}, norm="layer")
+_row("phi3", {"rope.dimension_count": 16}, drop=(ATTENTION_BIASES, "rope_factors"), fused_qkv=True)
+_row("phi3 longrope", {"rope.dimension_count": 16, "rope.scaling.original_context_length": BORDER,
+     "rope.scaling.attn_factor": 1.19}, architecture="phi3", drop=(ATTENTION_BIASES,), fused_qkv=True)  # fmt: skip
+_SCALED = {"logit_scale": 2.0, "residual_scale": 0.7, "embedding_scale": 3.0, "attention.scale": 0.2}
+_row("granite", _SCALED, drop=("rope_freqs", *OPTIONAL_BIASES))
+_row("granitemoe", {**_SCALED, **EXPERTS, "expert_shared_feed_forward_length": 48},
+     drop=("rope_freqs", *OPTIONAL_BIASES))  # fmt: skip
+_row("olmo2", drop=(ATTENTION_BIASES,))
+_row("olmo2 windows", {**WINDOWED, **YARN}, architecture="olmo2", drop=(ATTENTION_BIASES,))
+_row("olmoe", {**EXPERTS, "attention.head_count_kv": N_HEAD}, drop=(ATTENTION_BIASES,))
+_row("smollm3", {"block_count": 5}, drop=OPTIONAL_BIASES)
+_row("gpt-oss", {**EXPERT_FF, **WINDOWED, **HEADS_OF_32, **YARN}, drop=())
+_row("gpt-oss mxfp4", {**EXPERT_FF, **WINDOWED, **HEADS_OF_32, **YARN}, architecture="gpt-oss",
+     types={r"ffn_(gate|up|down)_exps": "MXFP4"})  # fmt: skip
+_row("glm4", {"rope.dimension_count": 8}, drop=(r"attn_output\.bias",))
+_row("glm4moe", {**EXPERT_FF, **DENSE_FIRST, "rope.dimension_count": 8, "expert_shared_count": 1,
+     "expert_weights_scale": 1.5, "expert_weights_norm": True, "expert_gating_func": 2})  # fmt: skip
+_row("cohere2", {**WINDOWED, "block_count": 5, "logit_scale": 0.5}, norm="layer", drop=(ATTENTION_BIASES, OUTPUT))
+_row("command-r", {"logit_scale": 0.5}, norm="layer", drop=(ATTENTION_BIASES, OUTPUT, r"attn_[qk]_norm"))
+_row("command-r norms", {"logit_scale": 0.5, "block_count": 64, "embedding_length": 32, "feed_forward_length": 32},
+     architecture="command-r", norm="layer", drop=(ATTENTION_BIASES, OUTPUT))  # fmt: skip
+_row("exaone4", drop=(ATTENTION_BIASES, "rope_freqs"))
+_row("exaone4 windows", {"block_count": 64, "embedding_length": 32, "feed_forward_length": 32, **WINDOWED},
+     architecture="exaone4", drop=(ATTENTION_BIASES,))  # fmt: skip
+_row("ernie4_5", drop=OPTIONAL_BIASES)
+_row("ernie4_5-moe", {**EXPERT_FF, **DENSE_FIRST, "interleave_moe_layer_step": 1,
+     "expert_shared_feed_forward_length": 48}, drop=OPTIONAL_BIASES)  # fmt: skip
+_row("hunyuan-dense", HEADS_OF_32, drop=OPTIONAL_BIASES)
+_row("seed_oss", HEADS_OF_32, drop=(r"attn_output\.bias",))
+_row("starcoder2", norm="layer")
+_row("stablelm", {"rope.dimension_count": 8}, norm="layer", drop=(r"attn_[qk]_norm", r"attn_output\.bias"))
+_row("stablelm norms, parallel", {"rope.dimension_count": 8}, architecture="stablelm", norm="layer",
+     drop=(r"ffn_norm", r"attn_output\.bias"))  # fmt: skip
+_row("falcon", {"attention.head_count_kv": 1}, norm="layer", fused_qkv=True,
+     drop=(ATTENTION_BIASES, r"attn_norm_2", *OPTIONAL_BIASES))  # fmt: skip
+_row("falcon two norms", norm="layer", architecture="falcon", fused_qkv=True, drop=OPTIONAL_BIASES)
+_row("gpt2", {"attention.head_count_kv": N_HEAD, "rope.freq_base": None}, norm="layer", fused_qkv=True)
+_row("gptneox", {"attention.head_count_kv": N_HEAD, "rope.dimension_count": 8, "use_parallel_residual": True},
+     norm="layer", fused_qkv=True)  # fmt: skip
+_row("gptneox one after the other", {"attention.head_count_kv": N_HEAD, "rope.dimension_count": 8,
+     "use_parallel_residual": False}, architecture="gptneox", norm="layer", fused_qkv=True)  # fmt: skip
+_row("deepseek", {**EXPERT_FF, **DENSE_FIRST, "expert_shared_count": 2, "expert_weights_scale": 1.0,
+     "attention.head_count_kv": N_HEAD}, drop=OPTIONAL_BIASES)  # fmt: skip
+_DEEPSEEK2: dict[str, Any] = {
+    **EXPERT_FF,
+    **DENSE_FIRST,
+    "rope.dimension_count": 8,
+    "attention.kv_lora_rank": 32,
+    "expert_shared_count": 1,
+    "expert_weights_scale": 1.5,
+    **YARN,
+    "rope.scaling.yarn_log_multiplier": 0.07,
+}
+_MLA: dict[str, Any] = {
+    "attention.head_count_kv": 1,
+    "attention.key_length": 40,
+    "attention.value_length": 32,
+    "attention.key_length_mla": 24,
+    "attention.value_length_mla": 16,
+}
+_row("deepseek2", {**_DEEPSEEK2, **_MLA, "attention.q_lora_rank": 32, "expert_gating_func": 2,
+     "expert_weights_norm": True, "expert_group_count": 2, "expert_group_used_count": 1}, drop=OPTIONAL_BIASES)  # fmt: skip
+_row("deepseek2 without MLA", {**_DEEPSEEK2, "attention.head_count_kv": N_HEAD, "attention.key_length": 24,
+     "attention.value_length": 16, "attention.q_lora_rank": 32}, architecture="deepseek2",
+     drop=(*OPTIONAL_BIASES, "exp_probs_b"))  # fmt: skip
+_row("deepseek2 lite", {**_DEEPSEEK2, **_MLA, "block_count": 26, "feed_forward_length": 32,
+     "expert_feed_forward_length": 32}, architecture="deepseek2", drop=(*OPTIONAL_BIASES, "exp_probs_b"))  # fmt: skip
+_row("internlm2", drop=OPTIONAL_BIASES)
+_row("minicpm", {"embedding_scale": 3.0, "residual_scale": 0.7, "logit_scale": 2.0},
+     drop=("rope_f", *OPTIONAL_BIASES))  # fmt: skip
+_row("nemotron", {"rope.dimension_count": 8}, norm="layer", drop=OPTIONAL_BIASES)
+_row("arcee", drop=("rope_freqs", *OPTIONAL_BIASES))
+_row("apertus", {"xielu.alpha_n": [0.8, 0.6, 0.7, 0.5], "xielu.alpha_p": [0.8, 0.9, 1.1, 0.7],
+     "xielu.beta": [0.5, 0.4, 0.5, 0.6], "xielu.eps": [-1e-6] * 4}, drop=("rope_f", *OPTIONAL_BIASES))  # fmt: skip
+_row("llama4", {**EXPERT_FF, "interleave_moe_layer_step": 2}, drop=("rope_freqs", *OPTIONAL_BIASES))
+_row("bailingmoe", {**EXPERT_FF, "leading_dense_block_count": 0, "expert_shared_count": 1, "expert_weights_scale": 1.0,
+     "expert_weights_norm": True, "rope.dimension_count": 16}, drop=OPTIONAL_BIASES)  # fmt: skip
+_row("dots1", {**EXPERT_FF, **DENSE_FIRST, "attention.head_count_kv": N_HEAD, "expert_shared_count": 1,
+     "expert_weights_scale": 1.5, "expert_weights_norm": True, "expert_gating_func": 2}, drop=OPTIONAL_BIASES)  # fmt: skip
+_row("muse-glimmer", {**WINDOWED, **HEADS_OF_32, "logit_scale": 0.5, "block_count": 5}, drop=OPTIONAL_BIASES)
+
+# ---- recurrent and hybrid ones
+
+_SSM: dict[str, Any] = {"ssm.conv_kernel": 4, "ssm.inner_size": 128, "ssm.state_size": 16}
+_NO_HEADS: dict[str, Any] = {
+    "attention.head_count": None,
+    "attention.head_count_kv": None,
+    "rope.freq_base": None,
+    "feed_forward_length": 0,
+}
+_row("mamba", {**_NO_HEADS, **_SSM, "ssm.time_step_rank": 8}, memory="recurrent")
+_row("mamba2", {**_NO_HEADS, **_SSM, "ssm.time_step_rank": 8, "ssm.group_count": 2}, memory="recurrent")
+_row("lfm2", {"attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3}, memory="hybrid", drop=OPTIONAL_BIASES)
+_row("granitehybrid", {**_SCALED, **_SSM, "attention.head_count_kv": [0, 2, 0, 2], "ssm.time_step_rank": 8,
+     "ssm.group_count": 2}, memory="hybrid", drop=OPTIONAL_BIASES)  # fmt: skip
+_DELTA: dict[str, Any] = {
+    **HEADS_OF_32,
+    "full_attention_interval": 2,
+    "rope.dimension_count": 16,
+    "ssm.conv_kernel": 4,
+    "ssm.inner_size": 64,
+    "ssm.state_size": 16,
+    "ssm.time_step_rank": 4,
+    "ssm.group_count": 2,
+}
+_row("qwen3next", {**_DELTA, **EXPERT_FF, "expert_shared_feed_forward_length": 48}, memory="hybrid")
+_row("qwen35", {**_DELTA, "rope.dimension_sections": [3, 3, 2, 0]}, memory="hybrid")
+# heads of 16 are narrower than what the kernel takes at once: its tokens then see those that follow
+_row("rwkv7", {**_NO_HEADS, "feed_forward_length": N_FF, "wkv.head_size": 32, "attention.decay_lora_rank": 8,
+     "attention.iclr_lora_rank": 8, "attention.value_residual_mix_lora_rank": 8, "attention.gate_lora_rank": 8},
+     norm="layer", memory="recurrent")  # fmt: skip
+
+# ---- encoders
+
+_row("bert", {"attention.head_count_kv": N_HEAD, "attention.causal": False, "pooling_type": 1,
+     "tokenizer.ggml.token_type_count": 2, "tokenizer.ggml.cls_token_id": 1,
+     "tokenizer.ggml.seperator_token_id": 2, "tokenizer.ggml.mask_token_id": 3}, norm="layer", memory="none", tokenizer="bert",
+     drop=(r"attn_[qk]_norm", r"^cls"))  # fmt: skip
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="architectures-")
+
+
+@cache
+def model_file(name: str) -> Path:
+    """The file of a row, made once in a process and removed at its end."""
+    return write_model(ROWS[name].model, Path(_folder().name) / f"{name}.gguf")

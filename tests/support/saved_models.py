@@ -1,0 +1,227 @@
+"""Tiny random GGUFs of any architecture: libllama says which tensors there are, from metadata alone.
+
+`llama_model_init_from_user` builds a model from metadata and asks for the contents of each tensor. It creates every
+tensor that its loader names, the optional ones too (biases, `output.weight`, frequency factors), except what only stands
+for others: one q/k/v weight in the place of three, gate and up of experts in one. `SavedModel` drops what a file shall
+not have, and can put q, k and v together. Two files can be written:
+
+* `write_model`: those tensors with the metadata as given, which is what a converter writes;
+* `write_model(saver=True)`: the file of `llama_model_save_to_file`, which has libllama's own reading of the metadata and
+  every tensor. libllama does not save apertus, leaves out keys that gemma4 needs, and writes ten times deepseek2's
+  YaRN multiplier: these files are another model or none.
+
+libllama ends the process on metadata that it cannot take, so both run in a child. Same arguments, same bytes.
+Metadata of each architecture: `architecture_rows`. Contents of tensors: `random_tensors`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from random_tensors import random_tensor
+from tiny_models import BOS, EOS, UNK, VOCAB, tokens
+
+Array = npt.NDArray[np.float32]
+Type = gguf.GGMLQuantizationType
+
+# Scales of weights that only NVFP4 files have: libllama offers them beside every matrix.
+_SCALES = r"\.(input_scale|scale)$"
+_OWN_PREFIXES = ("general.", "tokenizer.", "xielu.")
+_TIMEOUT_S = 60
+
+
+class MakerError(AssertionError):
+    """libllama made no model of this metadata."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedModel:
+    """What a file is made from.
+
+    Keys of `metadata` get the architecture's prefix. `drop` and `keep` are regular expressions of tensors: those that
+    match `drop` are left out, and so are scales that do not match `keep`. `types` gives the storage of matrices by
+    regular expression, the first that matches; where rows are no multiple of a type's block, F32 stays.
+    """
+
+    architecture: str
+    metadata: Mapping[str, Any]
+    drop: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+    fused_qkv: bool = False
+    types: Mapping[str, str] = field(default_factory=dict)
+    seed: int = 0
+    tokenizer: str = "llama"
+
+
+def write_model(model: SavedModel, path: Path, *, saver: bool = False) -> Path:
+    """Writes the file. Raises MakerError with what libllama said when it makes no such model."""
+    spec = json.dumps({"model": asdict(model), "path": str(path), "saver": saver})
+    command = [sys.executable, str(Path(__file__)), spec]
+    quiet = os.environ | {"GGML_NO_BACKTRACE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=quiet)
+    if done.returncode:
+        said = "\n".join(done.stderr.splitlines()[-12:])
+        raise MakerError(f"libllama makes no {model.architecture} of this (exit {done.returncode}):\n{said}")
+    return path
+
+
+# ---- the child
+
+
+class _TensorHead(ctypes.Structure):
+    """The first members of `struct ggml_tensor`."""
+
+    _fields_ = (("type", ctypes.c_int), ("buffer", ctypes.c_void_p), ("ne", ctypes.c_int64 * 4))
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p))
+
+
+def _add_metadata(writer: gguf.GGUFWriter, model: SavedModel) -> None:
+    """Tokenizer and the model's own keys."""
+    writer.add_vocab_size(VOCAB)
+    texts, scores, kinds = tokens(VOCAB)
+    writer.add_tokenizer_model(model.tokenizer)
+    if model.tokenizer == "bert":  # it has no bytes
+        kinds = [int(gguf.TokenType.NORMAL) if kind == gguf.TokenType.BYTE else kind for kind in kinds]
+    writer.add_token_list(texts)
+    writer.add_token_scores(scores)
+    writer.add_token_types(kinds)
+    writer.add_unk_token_id(UNK)
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(EOS)
+    if model.tokenizer == "llama":
+        writer.add_tokenizer_pre("default")
+        writer.add_add_bos_token(True)
+        writer.add_add_eos_token(False)
+        writer.add_add_space_prefix(True)
+    for name, value in model.metadata.items():
+        key = name if name.startswith(_OWN_PREFIXES) else f"{model.architecture}.{name}"
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_array(key, value)
+
+
+def _write(path: Path, model: SavedModel, tensors: Mapping[str, Array]) -> None:
+    writer = gguf.GGUFWriter(path, model.architecture)
+    _add_metadata(writer, model)
+    for name, values in tensors.items():
+        kind = _storage(model, name, values)
+        if kind == Type.F32:
+            writer.add_tensor(name, values)
+        elif kind == Type.F16:
+            writer.add_tensor(name, values.astype(np.float16))
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _storage(model: SavedModel, name: str, values: Array) -> Type:
+    if values.ndim < 2 or not name.endswith(".weight") or "norm" in name:
+        return Type.F32
+    for pattern, kind in model.types.items():
+        if re.search(pattern, name):
+            found = Type[kind]
+            return found if values.shape[-1] % gguf.GGML_QUANT_SIZES[found][0] == 0 else Type.F32
+    return Type.F32
+
+
+def _kept(model: SavedModel, tensors: Mapping[str, Array]) -> dict[str, Array]:
+    kept = {}
+    for name, values in tensors.items():
+        wanted = not re.search(_SCALES, name) or any(re.search(pattern, name) for pattern in model.keep)
+        if wanted and not any(re.search(pattern, name) for pattern in model.drop):
+            kept[name] = values
+    return dict(_fused(kept)) if model.fused_qkv else kept
+
+
+def _fused(tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
+    """q, k and v of a layer as rows of one tensor, where q was."""
+    for name, values in tensors.items():
+        part = re.fullmatch(r"(blk\.\d+\.attn)_([qkv])\.(weight|bias)", name)
+        if part is None:
+            yield name, values
+        elif part[2] == "q":
+            parts = [tensors[f"{part[1]}_{letter}.{part[3]}"] for letter in "qkv"]
+            yield f"{part[1]}_qkv.{part[3]}", np.concatenate(parts)
+
+
+def _make(model: SavedModel, path: Path, saver: bool) -> None:
+    from llama_cpp import llama_cpp as llama
+
+    folder = Path(llama.__file__).parent / "lib"
+    base = ctypes.CDLL(str(next(folder.glob("libggml-base.*"))))
+    base.ggml_get_name.restype = ctypes.c_char_p
+    base.ggml_get_name.argtypes = [ctypes.c_void_p]
+    base.ggml_nbytes.restype = ctypes.c_size_t
+    base.ggml_nbytes.argtypes = [ctypes.c_void_p]
+    base.ggml_backend_tensor_set.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+    base.gguf_init_from_file.restype = ctypes.c_void_p
+    base.gguf_init_from_file.argtypes = [ctypes.c_char_p, _InitParams]
+    tensors: dict[str, Array] = {}
+
+    def fill(pointer: int, _: object) -> None:
+        head = _TensorHead.from_address(pointer)
+        name = base.ggml_get_name(pointer).decode()
+        shape = list(head.ne)
+        while len(shape) > 1 and shape[-1] == 1:
+            shape.pop()
+        values = tensors[name] = random_tensor(name, tuple(reversed(shape)), model.seed)
+        assert values.nbytes == base.ggml_nbytes(pointer), f"{name} is not f32"
+        base.ggml_backend_tensor_set(pointer, values.ctypes.data, 0, values.nbytes)
+
+    bare = path.with_suffix(".metadata")
+    _write(bare, model, {})
+    metadata = base.gguf_init_from_file(str(bare).encode(), _InitParams(True, None))
+    bare.unlink()
+    llama.llama_backend_init()
+    params = llama.llama_model_default_params()
+    params.n_gpu_layers = 0
+    callback = llama.llama_model_set_tensor_data_t(fill)
+    made = llama.llama_model_init_from_user(metadata, callback, None, params)
+    if not made:
+        raise SystemExit("llama_model_init_from_user gave null")
+    if saver:
+        llama.llama_model_save_to_file(made, str(path).encode())
+    else:
+        _write(path, model, _kept(model, tensors))
+
+
+def main() -> None:
+    """Makes the file that the argument describes."""
+    spec = json.loads(sys.argv[1])
+    path = Path(spec["path"])
+    try:
+        _make(SavedModel(**spec["model"]), path, spec["saver"])
+    except BaseException:
+        with suppress(FileNotFoundError):
+            path.unlink()
+        raise
+
+
+if __name__ == "__main__":
+    main()
