@@ -28,15 +28,13 @@ class Row:
     """`name` says which form; it begins with the architecture.
 
     `tolerance` gives the reason why logits are not libllama's bytes (then their normalised mean squared error is
-    under 1e-6). `refused` is what the refusal says where the engine has a graph for the architecture but not for this
-    form of it. `memory` is "attention" where any token can be cut off, "recurrent" or "hybrid" where it cannot, "none"
+    under 1e-6). `memory` is "attention" where any token can be cut off, "recurrent" or "hybrid" where it cannot, "none"
     for encoders.
     """
 
     name: str
     model: SavedModel
     tolerance: str = ""
-    refused: str = ""
     memory: str = "attention"
 
     @property
@@ -68,7 +66,6 @@ def _row(
     architecture: str = "",
     norm: str = "rms",
     tolerance: str = "",
-    refused: str = "",
     memory: str = "attention",
     **options: Any,
 ) -> None:
@@ -79,7 +76,7 @@ def _row(
         architecture or name, {key: value for key, value in merged.items() if value is not None}, **options
     )
     assert name not in ROWS
-    ROWS[name] = Row(name, model, tolerance, refused, memory)
+    ROWS[name] = Row(name, model, tolerance, memory)
 
 
 EXPERTS: dict[str, Any] = {"expert_count": 4, "expert_used_count": 2}
@@ -106,8 +103,7 @@ _row("llama linear", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
      drop=("rope_freqs", *OPTIONAL_BIASES))  # fmt: skip
 _row("llama heads of 32, q4_0", HEADS_OF_32, architecture="llama", drop=("rope_freqs", *OPTIONAL_BIASES),
      types={"weight": "Q4_0"})  # fmt: skip
-_row("llama experts", EXPERTS, architecture="llama", drop=("rope_freqs", *OPTIONAL_BIASES),
-     refused="with experts")  # fmt: skip
+_row("llama experts", EXPERTS, architecture="llama", drop=("rope_freqs", *OPTIONAL_BIASES))
 _row("mistral3", {**YARN, "rope.scaling.yarn_log_multiplier": 1.0, "rope.scaling.yarn_beta_fast": 32.0,
      "rope.scaling.yarn_beta_slow": 1.0, "attention.temperature_scale": 0.1},
      drop=("rope_freqs", *OPTIONAL_BIASES))  # fmt: skip
