@@ -51,12 +51,17 @@ class ModelGraph:
         return self.weights[f"{name}.weight"]
 
     def embed(self, scale: float | None = None) -> Tensor:
-        """The embeddings of the step's tokens, times `scale`, and prepared ones, as they are, where those stand."""
+        """The embeddings of the step's tokens, times `scale`, and prepared ones, as they are, where those stand.
+
+        Plus those of their positions, where the model has any: a position beyond that table must not come here.
+        """
         x = self.b.get_rows(self.weight("token_embd"), self.tokens, "inp_embd")
         if scale is not None:
             x = self.b.scale(x, scale, "inp_scaled")
         if self.prepared is not None:
             x = self.b.set_rows(x, self.prepared.rows, self.prepared.ids, "inp_with_prepared")
+        if (table := self.weights.get("position_embd.weight")) is not None:
+            x = self.b.add(x, self.b.get_rows(table, self.positions, "position_embd"), "inp_with_positions")
         return x
 
     # ---- norms and products
@@ -103,7 +108,7 @@ class ModelGraph:
             ("attn_v", hp.n_head_kv[il], hp.n_embd_head_v[il]),
         )
         if hp.has_fused_qkv:
-            fused = self._clamped(self.linear(x, f"blk.{il}.attn_qkv"), clamp)
+            fused = self._clamped(self._fused_qkv(x, il), clamp)
             views = []
             first = 0
             for _, n_head, size in parts:
@@ -115,6 +120,17 @@ class ModelGraph:
             self.heads(self._clamped(self.linear(x, f"blk.{il}.{part}"), clamp), n_head) for part, n_head, _ in parts
         )
         return q, k, v
+
+    def _fused_qkv(self, x: Tensor, il: int) -> Tensor:
+        """What one weight makes of x, plus its bias, or those of q, k and v where the file has these apart."""
+        name = f"blk.{il}.attn_qkv"
+        fused = self.linear(x, name)
+        apart = [self.weights.get(f"blk.{il}.attn_{part}.bias") for part in "qkv"]
+        biases = [bias for bias in apart if bias is not None]
+        if f"{name}.bias" in self.weights or len(biases) < len(apart):
+            return fused
+        bias = self.b.concat(self.b.concat(biases[0], biases[1], 0), biases[2], 0)
+        return self.b.add(fused, bias, f"{name}.biased")
 
     def _clamped(self, x: Tensor, bound: float) -> Tensor:
         return self.b.clamp(x, -bound, bound) if bound > 0 else x
@@ -131,16 +147,21 @@ class ModelGraph:
         length = "long" if self.n_ctx > self.hp.n_ctx_long else "short"
         return self.weights.get(f"rope_factors_{length}.weight")
 
-    def self_attention(self, x: Tensor, il: int, factors: Tensor | None = None) -> Tensor | None:
+    def self_attention(
+        self, x: Tensor, il: int, factors: Tensor | None = None, *, scaled_queries: bool = False
+    ) -> Tensor | None:
         """Attention over q, k and v of x, its heads normed where the file has norms, rotated: [n_embd, tokens].
 
-        None as in `attention`.
+        `scaled_queries`: not the scores are scaled, but what they are products of. None as in `attention`.
         """
         prefix = f"blk.{il}"
         q, k, v = self.qkv(x, il)
         q = self.rope(self.optional_norm(q, f"{prefix}.attn_q_norm"), self.hp.rope[il], f"{prefix}.q_rope", factors)
         k = self.rope(self.optional_norm(k, f"{prefix}.attn_k_norm"), self.hp.rope[il], f"{prefix}.k_rope", factors)
-        return self.attention(il, q, k, v, self.hp.attention_scale)
+        scale = self.hp.attention_scale
+        if scaled_queries:
+            q, scale = self.b.scale(q, scale, f"{prefix}.q_scaled"), 1.0
+        return self.attention(il, q, k, v, scale)
 
     def attention(
         self, il: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, *, sinks: Tensor | None = None
