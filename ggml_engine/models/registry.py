@@ -11,8 +11,18 @@ from ggml_engine.models.architecture import Architecture
 
 # values of `general.architecture`; the file of one is named after it, with _ for -
 ARCHITECTURES = (
+    "cohere2",
+    "command-r",
+    "falcon",
     "gemma3",
+    "gpt2",
+    "gptneox",
     "llama",
+    "nemotron",
+    "phi2",
+    "phi3",
+    "stablelm",
+    "starcoder2",
 )
 
 
