@@ -140,11 +140,11 @@ _row("gemma4 experts", {**_GEMMA4, **EXPERT_FF, "embedding_length_per_layer_inpu
      "attention.shared_kv_layers": 0}, architecture="gemma4",
      drop=(OUTPUT, r"attn_v\.weight"), keep=(r"ffn_gate_inp\.scale", r"ffn_down_exps\.scale"))  # fmt: skip
 _row("phi2", {"attention.head_count_kv": N_HEAD, "rope.dimension_count": 8}, norm="layer")
-_row("phi2 fused, biases apart", {"attention.head_count_kv": N_HEAD, "rope.dimension_count": 8}, architecture="phi2",
+_row("phi2 fused, biases apart", {"embedding_length": 128, "rope.dimension_count": 8}, architecture="phi2",
      norm="layer", fused_qkv=True, fused_biases=False)  # fmt: skip
 _row("phi3", {"rope.dimension_count": 16}, drop=(ATTENTION_BIASES, "rope_factors"), fused_qkv=True)
-_row("phi3 tied, windows not applied, part of a head", {"rope.dimension_count": 12, **WINDOWED}, architecture="phi3",
-     drop=(OUTPUT, ATTENTION_BIASES, "rope_factors"), fused_qkv=True)  # fmt: skip
+_row("phi3 tied, windows not applied, part of a head", {"embedding_length": 128, "rope.dimension_count": 24, **WINDOWED},
+     architecture="phi3", drop=(OUTPUT, ATTENTION_BIASES, "rope_factors"), fused_qkv=True)  # fmt: skip
 _row("phi3 apart, biases", {"rope.dimension_count": 16}, architecture="phi3",
      drop=("rope_factors", r"attn_output\.bias"))  # fmt: skip
 _row("phi3 longrope", {"rope.dimension_count": 16, "rope.scaling.original_context_length": BORDER,
