@@ -174,6 +174,11 @@ REFUSALS: dict[str, Refusal] = {
     "mul_mat: a transposed first": lambda s: s.builder.mul_mat(s.turned(F32, 4, 4), s(F32, 4, 4)),
     "mul_mat: a transposed second": lambda s: s.builder.mul_mat(s(F32, 4, 4), s.turned(F32, 4, 4)),
     "mul_mat: a result of too many elements": lambda s: s.builder.mul_mat(s(F32, 1, 1 << 40), s(F32, 1, 1 << 40)),
+    "hadamard: no square": lambda s: s.builder.hadamard(s(F32, 4, 4), s(F32, 4, 2)),
+    "hadamard: an f16 matrix": lambda s: s.builder.hadamard(s(F32, 4, 4), s(F16, 4, 4)),
+    "hadamard: no power of two": lambda s: s.builder.hadamard(s(F32, 6, 6), s(F32, 6, 6)),
+    "hadamard: rows in no whole pieces": lambda s: s.builder.hadamard(s(F32, 6, 4), s(F32, 4, 4)),
+    "hadamard: f16": lambda s: s.builder.hadamard(s(F16, 4, 4), s(F32, 4, 4)),
     # ---- experts
     "top_k: none": lambda s: s.builder.top_k(s(F32, 6, 3), 0),
     "top_k: more than there are": lambda s: s.builder.top_k(s(F32, 6, 3), 7),
@@ -273,6 +278,7 @@ REFUSALS: dict[str, Refusal] = {
     "get_rows: i64 ids": lambda s: s.builder.get_rows(s(F32, 4, 3), s(I64, 2)),
     "get_rows: rows of i64": lambda s: s.builder.get_rows(s(I64, 4, 3), s(I32, 2)),
     "get_rows: batches differ": lambda s: s.builder.get_rows(s(F32, 4, 3, 2), s(I32, 2)),
+    "get_rows: outer batches differ": lambda s: s.builder.get_rows(s(F32, 4, 3, 1, 2), s(I32, 2)),
     "get_rows: ids of four dimensions": lambda s: s.builder.get_rows(s(F32, 4, 3), s(I32, 2, 1, 1, 2)),
     "get_rows: transposed": lambda s: s.builder.get_rows(s.turned(F32, 4, 3), s(I32, 2)),
     "get_rows: too many elements": lambda s: s.builder.get_rows(s(F32, 1 << 40, 2), s(I32, 1 << 40)),
@@ -302,6 +308,7 @@ REFUSALS: dict[str, Refusal] = {
     "soft_max: a mask of too few rows": lambda s: s.builder.soft_max(s(F32, 4, 3), s(F32, 4, 2), 1.0),
     "soft_max: a mask of other rows": lambda s: s.builder.soft_max(s(F32, 4, 3), s(F32, 8, 3), 1.0),
     "soft_max: a mask of other heads": lambda s: s.builder.soft_max(s(F32, 4, 3, 4), s(F32, 4, 3, 3), 1.0),
+    "soft_max: a mask of other batches": lambda s: s.builder.soft_max(s(F32, 4, 3, 1, 4), s(F32, 4, 3, 1, 3), 1.0),
     "soft_max: a transposed mask": lambda s: s.builder.soft_max(s(F32, 4, 4), s.turned(F32, 4, 4), 1.0),
     "soft_max: an infinite scale": lambda s: s.builder.soft_max(s(F32, 4, 3), s(F32, 4, 3), math.inf),
     "soft_max: transposed, without a mask": lambda s: s.builder.soft_max(s.turned(F32, 3, 4)),
@@ -350,6 +357,7 @@ REFUSALS: dict[str, Refusal] = {
     "flash attention: f16 queries": lambda s: s.flash(q=s(F16, 8, 4, 4)),
     "flash attention: i32 keys": lambda s: s.flash(k=s(I32, 8, 6, 2)),
     "flash attention: i8 values": lambda s: s.flash(v=s(TensorType.I8, 8, 6, 2)),
+    "flash attention: transposed queries": lambda s: s.flash(q=s.turned(F32, 4, 8, 4)),
     "flash attention: transposed keys": lambda s: s.flash(k=s.turned(F16, 6, 8, 2)),
     "flash attention: transposed values": lambda s: s.flash(v=s.turned(F16, 6, 8, 2)),
     "flash attention: sinks of other heads": lambda s: s.flash(sinks=s(F32, 2)),
@@ -415,6 +423,26 @@ def test_the_bytes_that_a_tensor_spans_are_ggmls(
         ne2 = (tensor.ne[0], tensor.ne[1] - start)
         view = shapes.builder.view(tensor, ne2, (tensor.nb[1],), start * tensor.nb[1])
         assert view.span_bytes == shapes.builder.base.ggml_nbytes(view.ptr)
+    shapes.builder.free()
+
+
+@given(
+    ne=st.tuples(*[st.integers(1, 3)] * 4),
+    axes=st.permutations(range(4)),
+    cut=st.integers(0, 3),
+    n_cut=st.integers(1, 2),
+)
+@settings(deadline=None, max_examples=300)
+def test_packed_rows_are_those_that_one_stride_reaches(
+    ne: tuple[int, ...], axes: list[int], cut: int, n_cut: int
+) -> None:
+    shapes = Shapes()
+    whole = shapes(F32, *(n + n_cut if d == cut else n for d, n in enumerate(ne)))
+    tensor = shapes.builder.permute(shapes.builder.view(whole, ne, whole.nb[1:], 0), *axes)
+    n1, n2, n3 = tensor.ne[1:]
+    starts = [np.dot(tensor.nb[1:], (i1, i2, i3)) for i3 in range(n3) for i2 in range(n2) for i1 in range(n1)]
+    one_stride = starts == [i * tensor.nb[1] for i in range(n1 * n2 * n3)]
+    assert tensor.has_packed_rows == (one_stride and tensor.nb[0] == 4)
     shapes.builder.free()
 
 
