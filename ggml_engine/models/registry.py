@@ -13,6 +13,7 @@ from ggml_engine.models.architecture import Architecture
 ARCHITECTURES = (
     "arcee",
     "ernie4_5",
+    "ernie4_5-moe",
     "gemma3",
     "llama",
 )
