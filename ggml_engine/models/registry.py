@@ -15,6 +15,7 @@ ARCHITECTURES = (
     "ernie4_5",
     "ernie4_5-moe",
     "gemma3",
+    "granite",
     "llama",
 )
 
