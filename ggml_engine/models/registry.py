@@ -16,6 +16,7 @@ ARCHITECTURES = (
     "ernie4_5-moe",
     "gemma3",
     "granite",
+    "granitemoe",
     "llama",
 )
 
