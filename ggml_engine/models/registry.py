@@ -17,6 +17,7 @@ ARCHITECTURES = (
     "gemma3",
     "granite",
     "granitemoe",
+    "hunyuan-dense",
     "llama",
 )
 
