@@ -18,6 +18,7 @@ ARCHITECTURES = (
     "granite",
     "granitemoe",
     "hunyuan-dense",
+    "internlm2",
     "llama",
 )
 
