@@ -20,6 +20,7 @@ ARCHITECTURES = (
     "hunyuan-dense",
     "internlm2",
     "llama",
+    "minicpm",
 )
 
 
