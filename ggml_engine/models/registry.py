@@ -21,6 +21,7 @@ ARCHITECTURES = (
     "internlm2",
     "llama",
     "minicpm",
+    "mistral3",
 )
 
 
