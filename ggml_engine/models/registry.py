@@ -22,6 +22,7 @@ ARCHITECTURES = (
     "llama",
     "minicpm",
     "mistral3",
+    "qwen2",
 )
 
 
