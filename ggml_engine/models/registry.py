@@ -23,6 +23,7 @@ ARCHITECTURES = (
     "minicpm",
     "mistral3",
     "qwen2",
+    "qwen3",
 )
 
 
