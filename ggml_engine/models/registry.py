@@ -24,6 +24,7 @@ ARCHITECTURES = (
     "mistral3",
     "qwen2",
     "qwen3",
+    "seed_oss",
 )
 
 
