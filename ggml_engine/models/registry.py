@@ -25,6 +25,7 @@ ARCHITECTURES = (
     "qwen2",
     "qwen3",
     "seed_oss",
+    "smollm3",
 )
 
 
