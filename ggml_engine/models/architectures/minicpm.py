@@ -1,7 +1,8 @@
 """`minicpm`: MiniCPM 1 and 4, dense and with experts.
 
 As `granite`, with defaults for the scales, which older files do not have. Hu et al. 2024, arXiv:2404.06395; llama.cpp's
-src/models/minicpm.cpp.
+src/models/minicpm.cpp. Its default of the logits' scale is taken as it is: these logits come out larger than the paper's
+by the square of width over base, in the same order.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ggml_engine.models.uniform import read_uniform
 
 _EMBEDDING_SCALE = 12.0
 _DEPTH_SCALE = 1.4  # of residuals, over the root of the number of layers
-_BASE_WIDTH = 256  # logits are divided by the width over this
+_BASE_WIDTH = 256
 
 
 def hyperparameters(reader: MetadataReader) -> Hyperparameters:
