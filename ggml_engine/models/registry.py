@@ -12,6 +12,7 @@ from ggml_engine.models.architecture import Architecture
 # values of `general.architecture`; the file of one is named after it, with _ for -
 ARCHITECTURES = (
     "bailingmoe",
+    "deepseek",
     "gemma3",
     "llama",
 )
