@@ -13,6 +13,7 @@ from ggml_engine.models.architecture import Architecture
 ARCHITECTURES = (
     "bailingmoe",
     "deepseek",
+    "dots1",
     "gemma3",
     "llama",
 )
