@@ -15,6 +15,7 @@ ARCHITECTURES = (
     "deepseek",
     "dots1",
     "gemma3",
+    "glm4moe",
     "llama",
 )
 
