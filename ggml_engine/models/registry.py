@@ -16,6 +16,7 @@ ARCHITECTURES = (
     "dots1",
     "gemma3",
     "glm4moe",
+    "gpt-oss",
     "llama",
 )
 
