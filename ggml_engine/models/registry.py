@@ -18,6 +18,7 @@ ARCHITECTURES = (
     "glm4moe",
     "gpt-oss",
     "llama",
+    "olmoe",
 )
 
 
