@@ -19,6 +19,7 @@ ARCHITECTURES = (
     "gpt-oss",
     "llama",
     "olmoe",
+    "qwen2moe",
 )
 
 
