@@ -20,6 +20,7 @@ ARCHITECTURES = (
     "llama",
     "olmoe",
     "qwen2moe",
+    "qwen3moe",
 )
 
 
