@@ -26,6 +26,16 @@ ARCHITECTURES = (
     "qwen3",
     "seed_oss",
     "smollm3",
+    "bailingmoe",
+    "deepseek",
+    "dots1",
+    "gemma3",
+    "glm4moe",
+    "gpt-oss",
+    "llama",
+    "olmoe",
+    "qwen2moe",
+    "qwen3moe",
 )
 
 
