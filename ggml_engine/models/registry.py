@@ -36,6 +36,18 @@ ARCHITECTURES = (
     "olmoe",
     "qwen2moe",
     "qwen3moe",
+    "cohere2",
+    "command-r",
+    "falcon",
+    "gemma3",
+    "gpt2",
+    "gptneox",
+    "llama",
+    "nemotron",
+    "phi2",
+    "phi3",
+    "stablelm",
+    "starcoder2",
 )
 
 

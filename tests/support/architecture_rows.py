@@ -174,9 +174,21 @@ _row("gemma4 experts", {**_GEMMA4, **EXPERT_FF, "embedding_length_per_layer_inpu
      "attention.shared_kv_layers": 0}, architecture="gemma4",
      drop=(OUTPUT, r"attn_v\.weight"), keep=(r"ffn_gate_inp\.scale", r"ffn_down_exps\.scale"))  # fmt: skip
 _row("phi2", {"attention.head_count_kv": N_HEAD, "rope.dimension_count": 8}, norm="layer")
+_row("phi2 fused, biases apart", {"embedding_length": 128, "rope.dimension_count": 8}, architecture="phi2",
+     norm="layer", fused_qkv=True, fused_biases=False)  # fmt: skip
 _row("phi3", {"rope.dimension_count": 16}, drop=(ATTENTION_BIASES, "rope_factors"), fused_qkv=True)
+_row("phi3 tied, windows not applied, part of a head", {"embedding_length": 128, "rope.dimension_count": 24, **WINDOWED},
+     architecture="phi3", drop=(OUTPUT, ATTENTION_BIASES, "rope_factors"), fused_qkv=True)  # fmt: skip
+_row("phi3 apart, biases", {"rope.dimension_count": 16}, architecture="phi3",
+     drop=("rope_factors", r"attn_output\.bias"))  # fmt: skip
 _row("phi3 longrope", {"rope.dimension_count": 16, "rope.scaling.original_context_length": BORDER,
      "rope.scaling.attn_factor": 1.19}, architecture="phi3", drop=(ATTENTION_BIASES,), fused_qkv=True)  # fmt: skip
+_row("phi3 longrope, short factors", {"context_length": 4096, "rope.dimension_count": 16,
+     "rope.scaling.original_context_length": 512, "rope.scaling.attn_factor": 1.19}, architecture="phi3",
+     drop=(ATTENTION_BIASES,), fused_qkv=True)  # fmt: skip
+_row("phi3 longrope, long factors alone", {"rope.dimension_count": 12, "rope.scaling.type": "longrope",
+     "rope.scaling.original_context_length": 511}, architecture="phi3",
+     drop=(ATTENTION_BIASES, "rope_factors_short"), fused_qkv=True)  # fmt: skip
 _SCALED = {"logit_scale": 2.0, "residual_scale": 0.7, "embedding_scale": 3.0, "attention.scale": 0.2}
 _row("granite", _SCALED, drop=("rope_freqs", *OPTIONAL_BIASES))
 _row("granite tied, biases, frequency factors", _SCALED, architecture="granite", drop=(OUTPUT,))
@@ -228,9 +240,19 @@ _row("glm4moe further tokens", {**EXPERT_FF, **DENSE_FIRST, "block_count": 5, "n
      "expert_shared_count": 1}, architecture="glm4moe", made_with={"block_count": 4, "nextn_predict_layers": 0},
      added={f"blk.4.{name}": shape for name, shape in _FURTHER.items()})  # fmt: skip
 _row("cohere2", {**WINDOWED, "block_count": 5, "logit_scale": 0.5}, norm="layer", drop=(ATTENTION_BIASES, OUTPUT))
+_row("cohere2 heads of 32, biases, other pattern", {**WINDOWED, **HEADS_OF_32, "embedding_length": 128,
+     "logit_scale": 0.0, "attention.sliding_window_pattern": [True, False, False, True]}, architecture="cohere2",
+     norm="layer", drop=(r"attn_output\.bias", OUTPUT))  # fmt: skip
+_row("cohere2 all in windows", {**WINDOWED, "logit_scale": 0.5, "attention.sliding_window_pattern": 0},
+     architecture="cohere2", norm="layer", drop=(ATTENTION_BIASES, OUTPUT), fused_qkv=True)  # fmt: skip
 _row("command-r", {"logit_scale": 0.5}, norm="layer", drop=(ATTENTION_BIASES, OUTPUT, r"attn_[qk]_norm"))
 _row("command-r norms", {"logit_scale": 0.5, "block_count": 64, "embedding_length": 32, "feed_forward_length": 32},
      architecture="command-r", norm="layer", drop=(ATTENTION_BIASES, OUTPUT))  # fmt: skip
+_row("command-r norms, fused", {"block_count": 64, "embedding_length": 32, "feed_forward_length": 32},
+     architecture="command-r", norm="layer", drop=(ATTENTION_BIASES, OUTPUT), fused_qkv=True)  # fmt: skip
+_row("command-r biases, part of a head, linear", {"logit_scale": 0.5, "rope.dimension_count": 8,
+     "rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, architecture="command-r", norm="layer",
+     drop=(OUTPUT, r"attn_[qk]_norm", r"attn_output\.bias"))  # fmt: skip
 _row("exaone4", drop=(ATTENTION_BIASES, "rope_freqs"))
 _row("exaone4 windows", {"block_count": 64, "embedding_length": 32, "feed_forward_length": 32, **WINDOWED},
      architecture="exaone4", drop=(ATTENTION_BIASES,))  # fmt: skip
@@ -247,17 +269,28 @@ _row("hunyuan-dense tied, alpha", {**HEADS_OF_32, "rope.scaling.alpha": 50.0, "r
 _row("seed_oss", HEADS_OF_32, drop=(r"attn_output\.bias",))
 _row("seed_oss tied, no biases", architecture="seed_oss", drop=(OUTPUT, ATTENTION_BIASES))
 _row("starcoder2", norm="layer")
+_row("starcoder2 tied, fused", architecture="starcoder2", norm="layer", drop=(OUTPUT,), fused_qkv=True)
+_row("starcoder2 yarn", YARN, architecture="starcoder2", norm="layer")
 _row("stablelm", {"rope.dimension_count": 8}, norm="layer", drop=(r"attn_[qk]_norm", r"attn_output\.bias"))
 _row("stablelm norms, parallel", {"rope.dimension_count": 8}, architecture="stablelm", norm="layer",
      drop=(r"ffn_norm", r"attn_output\.bias"))  # fmt: skip
+_row("stablelm layers differ, no biases", {"rope.dimension_count": 8}, architecture="stablelm", norm="layer",
+     drop=(r"blk\.[02]\.ffn_norm", r"blk\.1\.ffn_norm\.bias", r"blk\.[13]\.attn_q_norm", r"blk\.[23]\.attn_k_norm",
+           ATTENTION_BIASES))  # fmt: skip
 _row("falcon", {"attention.head_count_kv": 1}, norm="layer", fused_qkv=True,
      drop=(ATTENTION_BIASES, r"attn_norm_2", *OPTIONAL_BIASES))  # fmt: skip
 _row("falcon two norms", norm="layer", architecture="falcon", fused_qkv=True, drop=OPTIONAL_BIASES)
+_row("falcon tied, two norms without the second's bias", norm="layer", architecture="falcon", fused_qkv=True,
+     drop=(OUTPUT, r"attn_norm_2\.bias", *OPTIONAL_BIASES))  # fmt: skip
 _row("gpt2", {"attention.head_count_kv": N_HEAD, "rope.freq_base": None}, norm="layer", fused_qkv=True)
+_row("gpt2 tied, q8_0", {"attention.head_count_kv": N_HEAD, "rope.freq_base": None}, architecture="gpt2", norm="layer",
+     fused_qkv=True, drop=(OUTPUT,), types={"weight": "Q8_0"})  # fmt: skip
 _row("gptneox", {"attention.head_count_kv": N_HEAD, "rope.dimension_count": 8, "use_parallel_residual": True},
      norm="layer", fused_qkv=True)  # fmt: skip
 _row("gptneox one after the other", {"attention.head_count_kv": N_HEAD, "rope.dimension_count": 8,
      "use_parallel_residual": False}, architecture="gptneox", norm="layer", fused_qkv=True)  # fmt: skip
+_row("gptneox yarn, f16", {**YARN, "attention.head_count_kv": N_HEAD, "use_parallel_residual": True},
+     architecture="gptneox", norm="layer", fused_qkv=True, types={"weight": "F16"})  # fmt: skip
 _row("deepseek", {**EXPERT_FF, **DENSE_FIRST, "expert_shared_count": 2, "expert_weights_scale": 1.0,
      "attention.head_count_kv": N_HEAD}, drop=OPTIONAL_BIASES)  # fmt: skip
 _row("deepseek scaled, one expert used", {**EXPERT_FF, "expert_used_count": 1, "expert_shared_count": 1,
@@ -296,6 +329,7 @@ _row("minicpm long factors", LONGROPE, architecture="minicpm", drop=OPTIONAL_BIA
 _row("minicpm short factors", {**LONGROPE, **SHORT_ENOUGH}, architecture="minicpm", drop=OPTIONAL_BIASES)
 _row("minicpm experts", EXPERTS, architecture="minicpm", drop=("rope_freqs", *OPTIONAL_BIASES))
 _row("nemotron", {"rope.dimension_count": 8}, norm="layer", drop=OPTIONAL_BIASES)
+_row("nemotron biases", {"rope.dimension_count": 12}, architecture="nemotron", norm="layer")
 _row("arcee", drop=("rope_freqs", *OPTIONAL_BIASES))
 _row("arcee tied, biases, frequency factors", architecture="arcee", drop=(OUTPUT, r"attn_output\.bias", FFN_BIASES))
 _row("apertus", {"xielu.alpha_n": [0.8, 0.6, 0.7, 0.5], "xielu.alpha_p": [0.8, 0.9, 1.1, 0.7],

@@ -62,6 +62,7 @@ class SavedModel:
     drop: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     fused_qkv: bool = False
+    fused_biases: bool = True  # with the weights
     types: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
     tokenizer: str = "llama"
@@ -182,13 +183,13 @@ def _kept(model: SavedModel, tensors: Mapping[str, Array]) -> dict[str, Array]:
         wanted = not re.search(_SCALES, name) or any(re.search(pattern, name) for pattern in model.keep)
         if wanted and not any(re.search(pattern, name) for pattern in model.drop):
             kept[name] = values
-    return dict(_fused(kept)) if model.fused_qkv else kept
+    return dict(_fused(kept, "weight|bias" if model.fused_biases else "weight")) if model.fused_qkv else kept
 
 
-def _fused(tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
+def _fused(tensors: Mapping[str, Array], kinds: str) -> Iterator[tuple[str, Array]]:
     """q, k and v of a layer as rows of one tensor, where q was."""
     for name, values in tensors.items():
-        part = re.fullmatch(r"(blk\.\d+\.attn)_([qkv])\.(weight|bias)", name)
+        part = re.fullmatch(rf"(blk\.\d+\.attn)_([qkv])\.({kinds})", name)
         if part is None:
             yield name, values
         elif part[2] == "q":
