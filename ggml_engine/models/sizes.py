@@ -77,6 +77,16 @@ def read_sizes(reader: MetadataReader) -> Sizes:
     )
 
 
+def check_whole_heads(reader: MetadataReader, sizes: Sizes) -> None:
+    """Raise HyperparameterError where heads of K and V differ in size, or are not rotated as a whole."""
+    head_k, head_v = sizes.n_embd_head_k[0], sizes.n_embd_head_v[0]
+    if head_v != head_k:
+        raise HyperparameterError(reader.key("attention.value_length"), f"must be key_length {head_k}, is {head_v}")
+    if sizes.n_rot != head_k:
+        reason = f"must equal the head size {head_k}, is {sizes.n_rot}"
+        raise HyperparameterError(reader.key("rope.dimension_count"), reason)
+
+
 def _check_layers_present(reader: MetadataReader, n_layer: int, n_all: int) -> None:
     named = [match for name in reader.file.tensors if (match := _LAYER_NAME.match(name))]
     present = {int(match["layer"]) for match in named}
@@ -129,6 +139,11 @@ def read_window(reader: MetadataReader) -> int:
     One longer than the context stays what it is: its layers see everything, but may rotate by another base.
     """
     return reader.integer("attention.sliding_window", 0, 2**31 - 1, 0)
+
+
+def read_needed_window(reader: MetadataReader, default: int | None = None) -> int:
+    """The sliding window of an architecture that has layers with one in every file."""
+    return reader.integer("attention.sliding_window", 1, 2**31 - 1, default)
 
 
 def read_windowed_layers(
