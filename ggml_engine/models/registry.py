@@ -11,8 +11,15 @@ from ggml_engine.models.architecture import Architecture
 
 # values of `general.architecture`; the file of one is named after it, with _ for -
 ARCHITECTURES = (
+    "apertus",
+    "exaone4",
+    "gemma",
+    "gemma2",
     "gemma3",
+    "glm4",
     "llama",
+    "muse-glimmer",
+    "olmo2",
 )
 
 

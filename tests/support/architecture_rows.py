@@ -113,10 +113,16 @@ _row("qwen2moe", {**EXPERT_FF, "expert_shared_feed_forward_length": 48}, drop=(r
 _row("qwen3", HEADS_OF_32, drop=(ATTENTION_BIASES, r"cls"))
 _row("qwen3moe", {**EXPERT_FF, **HEADS_OF_32}, drop=(ATTENTION_BIASES,))
 _row("gemma", HEADS_OF_32)
+_row("gemma fused", HEADS_OF_32, architecture="gemma", drop=(ATTENTION_BIASES,), fused_qkv=True)
 _row("gemma2", {**HEADS_OF_32, **WINDOWED, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0},
      drop=(ATTENTION_BIASES,))  # fmt: skip
+_row("gemma2 of 46 layers, biases", {**WINDOWED, "block_count": 46, "embedding_length": 32, "feed_forward_length": 32,
+     "attention.key_length": 16, "attention.value_length": 16, "rope.freq_base_swa": 500.0},
+     architecture="gemma2")  # fmt: skip
 _row("gemma3", {**HEADS_OF_32, **WINDOWED, "block_count": 7, "rope.freq_base": 1e6, "rope.scaling.type": "linear",
      "rope.scaling.factor": 8.0}, drop=(ATTENTION_BIASES, OUTPUT, r"dense_"))  # fmt: skip
+_row("gemma3 biases, no windows", {"final_logit_softcapping": 6.0}, architecture="gemma3",
+     drop=(OUTPUT, r"dense_"))  # fmt: skip
 _GEMMA4: dict[str, Any] = {
     "block_count": 6,
     "attention.sliding_window": WINDOW,
@@ -149,12 +155,16 @@ _row("granitemoe", {**_SCALED, **EXPERTS, "expert_shared_feed_forward_length": 4
      drop=("rope_freqs", *OPTIONAL_BIASES))  # fmt: skip
 _row("olmo2", drop=(ATTENTION_BIASES,))
 _row("olmo2 windows", {**WINDOWED, **YARN}, architecture="olmo2", drop=(ATTENTION_BIASES,))
+_row("olmo2 biases, fused", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, architecture="olmo2",
+     fused_qkv=True)  # fmt: skip
 _row("olmoe", {**EXPERTS, "attention.head_count_kv": N_HEAD}, drop=(ATTENTION_BIASES,))
 _row("smollm3", {"block_count": 5}, drop=OPTIONAL_BIASES)
 _row("gpt-oss", {**EXPERT_FF, **WINDOWED, **HEADS_OF_32, **YARN}, drop=())
 _row("gpt-oss mxfp4", {**EXPERT_FF, **WINDOWED, **HEADS_OF_32, **YARN}, architecture="gpt-oss",
      types={r"ffn_(gate|up|down)_exps": "MXFP4"})  # fmt: skip
 _row("glm4", {"rope.dimension_count": 8}, drop=(r"attn_output\.bias",))
+_row("glm4 tied, fused, no biases", {"rope.dimension_count": 8}, architecture="glm4",
+     drop=(ATTENTION_BIASES, OUTPUT), fused_qkv=True, types={"weight": "F16"})  # fmt: skip
 _row("glm4moe", {**EXPERT_FF, **DENSE_FIRST, "rope.dimension_count": 8, "expert_shared_count": 1,
      "expert_weights_scale": 1.5, "expert_weights_norm": True, "expert_gating_func": 2})  # fmt: skip
 _row("cohere2", {**WINDOWED, "block_count": 5, "logit_scale": 0.5}, norm="layer", drop=(ATTENTION_BIASES, OUTPUT))
@@ -162,6 +172,7 @@ _row("command-r", {"logit_scale": 0.5}, norm="layer", drop=(ATTENTION_BIASES, OU
 _row("command-r norms", {"logit_scale": 0.5, "block_count": 64, "embedding_length": 32, "feed_forward_length": 32},
      architecture="command-r", norm="layer", drop=(ATTENTION_BIASES, OUTPUT))  # fmt: skip
 _row("exaone4", drop=(ATTENTION_BIASES, "rope_freqs"))
+_row("exaone4 tied, biases, frequency factors", architecture="exaone4", drop=(OUTPUT,))
 _row("exaone4 windows", {"block_count": 64, "embedding_length": 32, "feed_forward_length": 32, **WINDOWED},
      architecture="exaone4", drop=(ATTENTION_BIASES,))  # fmt: skip
 _row("ernie4_5", drop=OPTIONAL_BIASES)
@@ -214,12 +225,18 @@ _row("nemotron", {"rope.dimension_count": 8}, norm="layer", drop=OPTIONAL_BIASES
 _row("arcee", drop=("rope_freqs", *OPTIONAL_BIASES))
 _row("apertus", {"xielu.alpha_n": [0.8, 0.6, 0.7, 0.5], "xielu.alpha_p": [0.8, 0.9, 1.1, 0.7],
      "xielu.beta": [0.5, 0.4, 0.5, 0.6], "xielu.eps": [-1e-6] * 4}, drop=("rope_f", *OPTIONAL_BIASES))  # fmt: skip
+_row("apertus longrope, biases", {"xielu.alpha_n": 0.8, "xielu.alpha_p": 1.2, "xielu.beta": 0.6, "xielu.eps": -0.1,
+     "rope.scaling.type": "longrope", "rope.scaling.original_context_length": BORDER}, architecture="apertus",
+     fused_qkv=True)  # fmt: skip
 _row("llama4", {**EXPERT_FF, "interleave_moe_layer_step": 2}, drop=("rope_freqs", *OPTIONAL_BIASES))
 _row("bailingmoe", {**EXPERT_FF, "leading_dense_block_count": 0, "expert_shared_count": 1, "expert_weights_scale": 1.0,
      "expert_weights_norm": True, "rope.dimension_count": 16}, drop=OPTIONAL_BIASES)  # fmt: skip
 _row("dots1", {**EXPERT_FF, **DENSE_FIRST, "attention.head_count_kv": N_HEAD, "expert_shared_count": 1,
      "expert_weights_scale": 1.5, "expert_weights_norm": True, "expert_gating_func": 2}, drop=OPTIONAL_BIASES)  # fmt: skip
 _row("muse-glimmer", {**WINDOWED, **HEADS_OF_32, "logit_scale": 0.5, "block_count": 5}, drop=OPTIONAL_BIASES)
+_row("muse-glimmer yarn, fused", {**YARN, "attention.sliding_window": WINDOW, "attention.sliding_window_pattern": 2,
+     "logit_scale": 1.5, "final_logit_softcapping": 0.0, "rope.freq_base_swa": 500.0, "rope.dimension_count": 8},
+     architecture="muse-glimmer", fused_qkv=True)  # fmt: skip
 
 # ---- recurrent and hybrid ones
 
