@@ -16,6 +16,7 @@ ARCHITECTURES = (
     "gemma",
     "gemma2",
     "gemma3",
+    "gemma4",
     "glm4",
     "llama",
     "muse-glimmer",

@@ -52,7 +52,8 @@ class SavedModel:
     """What a file is made from.
 
     Keys of `metadata` get the architecture's prefix. `drop` and `keep` are regular expressions of tensors: those that
-    match `drop` are left out, and so are scales that do not match `keep`. `types` gives the storage of matrices by
+    match `drop` are left out, and so are scales that do not match `keep`. `fused_qkv` and `merged_experts` make one tensor
+    of a layer's q, k and v, and of its experts' gate and up. `types` gives the storage of matrices by
     regular expression, the first that matches; where rows are no multiple of a type's block, F32 stays.
     """
 
@@ -61,6 +62,7 @@ class SavedModel:
     drop: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     fused_qkv: bool = False
+    merged_experts: bool = False
     types: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
     tokenizer: str = "llama"
@@ -156,18 +158,24 @@ def _kept(model: SavedModel, tensors: Mapping[str, Array]) -> dict[str, Array]:
         wanted = not re.search(_SCALES, name) or any(re.search(pattern, name) for pattern in model.keep)
         if wanted and not any(re.search(pattern, name) for pattern in model.drop):
             kept[name] = values
-    return dict(_fused(kept)) if model.fused_qkv else kept
+    if model.fused_qkv:
+        kept = dict(_together(kept, r"(blk\.\d+\.attn_)(q|k|v)(\.weight|\.bias)", ("q", "k", "v"), "qkv", 0))
+    if model.merged_experts:
+        kept = dict(_together(kept, r"(blk\.\d+\.ffn_)(gate|up)(_exps\.weight)", ("gate", "up"), "gate_up", 1))
+    return kept
 
 
-def _fused(tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
-    """q, k and v of a layer as rows of one tensor, where q was."""
+def _together(
+    tensors: Mapping[str, Array], pattern: str, parts: tuple[str, ...], whole: str, axis: int
+) -> Iterator[tuple[str, Array]]:
+    """Parts of a layer one after the other in one tensor, where the first was; as they are where one is missing."""
     for name, values in tensors.items():
-        part = re.fullmatch(r"(blk\.\d+\.attn)_([qkv])\.(weight|bias)", name)
-        if part is None:
+        match = re.fullmatch(pattern, name)
+        names = [] if match is None else [f"{match[1]}{part}{match[3]}" for part in parts]
+        if match is None or not all(part in tensors for part in names):
             yield name, values
-        elif part[2] == "q":
-            parts = [tensors[f"{part[1]}_{letter}.{part[3]}"] for letter in "qkv"]
-            yield f"{part[1]}_qkv.{part[3]}", np.concatenate(parts)
+        elif match[2] == parts[0]:
+            yield f"{match[1]}{whole}{match[3]}", np.concatenate([tensors[part] for part in names], axis)
 
 
 def _make(model: SavedModel, path: Path, saver: bool) -> None:
