@@ -156,9 +156,9 @@ _row("gemma4 fused, shared layers, other heads, wider last layers",
       "rope.dimension_count": 16, "rope.dimension_count_swa": 8, "rope.scaling.factor": 4.0},
      architecture="gemma4", drop=(r"blk\.[45]\.attn_(k|v|k_norm)\.weight", "layer_output_scale"),
      fused_qkv=True)  # fmt: skip
-_row("gemma4 merged experts, some dense layers, shared layers", {**_SHARED, **EXPERT_FF}, architecture="gemma4",
+_row("gemma4 split experts, some dense layers, shared layers", {**_SHARED, **EXPERT_FF}, architecture="gemma4",
      drop=(OUTPUT, r"blk\.[03]\.(ffn_gate_inp|ffn_\w+_exps|pre_ffw_norm_2|post_ffw_norm_[12])", r"blk\.[13]\.attn_v\."),
-     keep=(r"ffn_gate_inp\.scale", r"ffn_down_exps\.scale"), merged_experts=True, types={"exps": "Q4_0"})  # fmt: skip
+     keep=(r"ffn_gate_inp\.scale", r"ffn_down_exps\.scale"), split_experts=True, types={"exps": "Q4_0"})  # fmt: skip
 _row("gemma4 fused everywhere, q8_0", {**_SHARED, **YARN}, architecture="gemma4", drop=(OUTPUT,), fused_qkv=True,
      types={"weight": "Q8_0"})  # fmt: skip
 _row("phi2", {"attention.head_count_kv": N_HEAD, "rope.dimension_count": 8}, norm="layer")
