@@ -48,6 +48,16 @@ ARCHITECTURES = (
     "phi3",
     "stablelm",
     "starcoder2",
+    "apertus",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "glm4",
+    "llama",
+    "muse-glimmer",
+    "olmo2",
 )
 
 

@@ -147,10 +147,16 @@ _row("qwen3moe q8_0", EXPERT_FF, architecture="qwen3moe", drop=(ATTENTION_BIASES
 _row("qwen3moe q6_k", {**EXPERT_FF, **_WIDE}, architecture="qwen3moe", drop=(ATTENTION_BIASES,),
      types={"_exps": "Q6_K"})  # fmt: skip
 _row("gemma", HEADS_OF_32)
+_row("gemma fused", HEADS_OF_32, architecture="gemma", drop=(ATTENTION_BIASES,), fused_qkv=True)
 _row("gemma2", {**HEADS_OF_32, **WINDOWED, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0},
      drop=(ATTENTION_BIASES,))  # fmt: skip
+_row("gemma2 of 46 layers, biases", {**WINDOWED, "block_count": 46, "embedding_length": 32, "feed_forward_length": 32,
+     "attention.key_length": 16, "attention.value_length": 16, "rope.freq_base_swa": 500.0},
+     architecture="gemma2")  # fmt: skip
 _row("gemma3", {**HEADS_OF_32, **WINDOWED, "block_count": 7, "rope.freq_base": 1e6, "rope.scaling.type": "linear",
      "rope.scaling.factor": 8.0}, drop=(ATTENTION_BIASES, OUTPUT, r"dense_"))  # fmt: skip
+_row("gemma3 biases, no windows", {"final_logit_softcapping": 6.0}, architecture="gemma3",
+     drop=(OUTPUT, r"dense_"))  # fmt: skip
 _GEMMA4: dict[str, Any] = {
     "block_count": 6,
     "attention.sliding_window": WINDOW,
@@ -173,6 +179,22 @@ _row("gemma4 per layer inputs, shared layers",
 _row("gemma4 experts", {**_GEMMA4, **EXPERT_FF, "embedding_length_per_layer_input": 0,
      "attention.shared_kv_layers": 0}, architecture="gemma4",
      drop=(OUTPUT, r"attn_v\.weight"), keep=(r"ffn_gate_inp\.scale", r"ffn_down_exps\.scale"))  # fmt: skip
+_SHARED: dict[str, Any] = {
+    **_GEMMA4,
+    "embedding_length_per_layer_input": 32,
+    "attention.shared_kv_layers": 2,
+    "attention.sliding_window_pattern": [True, False, True, False, True, False],
+}
+_row("gemma4 fused, shared layers, other heads, wider last layers",
+     {**_SHARED, "attention.head_count_kv": [2, 4, 2, 1, 2, 1], "feed_forward_length": [96, 96, 96, 96, 192, 192],
+      "rope.dimension_count": 16, "rope.dimension_count_swa": 8, "rope.scaling.factor": 4.0},
+     architecture="gemma4", drop=(r"blk\.[45]\.attn_(k|v|k_norm)\.weight", "layer_output_scale"),
+     fused_qkv=True)  # fmt: skip
+_row("gemma4 split experts, some dense layers, shared layers", {**_SHARED, **EXPERT_FF}, architecture="gemma4",
+     drop=(OUTPUT, r"blk\.[03]\.(ffn_gate_inp|ffn_\w+_exps|pre_ffw_norm_2|post_ffw_norm_[12])", r"blk\.[13]\.attn_v\."),
+     keep=(r"ffn_gate_inp\.scale", r"ffn_down_exps\.scale"), split_experts=True, types={"exps": "Q4_0"})  # fmt: skip
+_row("gemma4 fused everywhere, q8_0", {**_SHARED, **YARN}, architecture="gemma4", drop=(OUTPUT,), fused_qkv=True,
+     types={"weight": "Q8_0"})  # fmt: skip
 _row("phi2", {"attention.head_count_kv": N_HEAD, "rope.dimension_count": 8}, norm="layer")
 _row("phi2 fused, biases apart", {"embedding_length": 128, "rope.dimension_count": 8}, architecture="phi2",
      norm="layer", fused_qkv=True, fused_biases=False)  # fmt: skip
@@ -207,6 +229,8 @@ _row("granitemoe dense", {**_SCALED, "expert_count": 0, "rope.scaling.finetuned"
      drop=("rope_freqs", *OPTIONAL_BIASES))  # fmt: skip
 _row("olmo2", drop=(ATTENTION_BIASES,))
 _row("olmo2 windows", {**WINDOWED, **YARN}, architecture="olmo2", drop=(ATTENTION_BIASES,))
+_row("olmo2 biases, fused", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, architecture="olmo2",
+     fused_qkv=True)  # fmt: skip
 _row("olmoe", {**EXPERTS, "attention.head_count_kv": N_HEAD}, drop=(ATTENTION_BIASES,))
 _row("olmoe fused, biases", {**EXPERTS, "attention.head_count_kv": N_HEAD}, architecture="olmoe", fused_qkv=True)
 _row("smollm3", {"block_count": 5}, drop=OPTIONAL_BIASES)
@@ -219,6 +243,8 @@ _row("gpt-oss two bases, other windows", {**EXPERT_FF, **WINDOWED, "rope.freq_ba
      "attention.sliding_window_pattern": [True, True, False, True]}, architecture="gpt-oss",
      drop=(r"attn_(q|k|v)\.bias",))  # fmt: skip
 _row("glm4", {"rope.dimension_count": 8}, drop=(r"attn_output\.bias",))
+_row("glm4 tied, fused, no biases", {"rope.dimension_count": 8}, architecture="glm4",
+     drop=(ATTENTION_BIASES, OUTPUT), fused_qkv=True, types={"weight": "F16"})  # fmt: skip
 _row("glm4moe", {**EXPERT_FF, **DENSE_FIRST, "rope.dimension_count": 8, "expert_shared_count": 1,
      "expert_weights_scale": 1.5, "expert_weights_norm": True, "expert_gating_func": 2})  # fmt: skip
 _row("glm4moe what files leave out", {**EXPERT_FF, "expert_shared_count": 2, "rope.dimension_count": 8},
@@ -254,6 +280,7 @@ _row("command-r biases, part of a head, linear", {"logit_scale": 0.5, "rope.dime
      "rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, architecture="command-r", norm="layer",
      drop=(OUTPUT, r"attn_[qk]_norm", r"attn_output\.bias"))  # fmt: skip
 _row("exaone4", drop=(ATTENTION_BIASES, "rope_freqs"))
+_row("exaone4 tied, biases, frequency factors", architecture="exaone4", drop=(OUTPUT,))
 _row("exaone4 windows", {"block_count": 64, "embedding_length": 32, "feed_forward_length": 32, **WINDOWED},
      architecture="exaone4", drop=(ATTENTION_BIASES,))  # fmt: skip
 _row("ernie4_5", drop=OPTIONAL_BIASES)
@@ -334,6 +361,9 @@ _row("arcee", drop=("rope_freqs", *OPTIONAL_BIASES))
 _row("arcee tied, biases, frequency factors", architecture="arcee", drop=(OUTPUT, r"attn_output\.bias", FFN_BIASES))
 _row("apertus", {"xielu.alpha_n": [0.8, 0.6, 0.7, 0.5], "xielu.alpha_p": [0.8, 0.9, 1.1, 0.7],
      "xielu.beta": [0.5, 0.4, 0.5, 0.6], "xielu.eps": [-1e-6] * 4}, drop=("rope_f", *OPTIONAL_BIASES))  # fmt: skip
+_row("apertus longrope, biases", {"xielu.alpha_n": 0.8, "xielu.alpha_p": 1.2, "xielu.beta": 0.6, "xielu.eps": -0.1,
+     "rope.scaling.type": "longrope", "rope.scaling.original_context_length": BORDER}, architecture="apertus",
+     fused_qkv=True)  # fmt: skip
 _row("llama4", {**EXPERT_FF, "interleave_moe_layer_step": 2}, drop=("rope_freqs", *OPTIONAL_BIASES))
 _row("bailingmoe", {**EXPERT_FF, "leading_dense_block_count": 0, "expert_shared_count": 1, "expert_weights_scale": 1.0,
      "expert_weights_norm": True, "rope.dimension_count": 16}, drop=OPTIONAL_BIASES)  # fmt: skip
@@ -348,6 +378,9 @@ _row("dots1 softmax of the chosen", {**_DOTS1, "expert_gating_func": 3, "expert_
 _row("dots1 root of softplus", {**_DOTS1, "expert_gating_func": 4, "expert_weights_norm": True},
      architecture="dots1")  # fmt: skip
 _row("muse-glimmer", {**WINDOWED, **HEADS_OF_32, "logit_scale": 0.5, "block_count": 5}, drop=OPTIONAL_BIASES)
+_row("muse-glimmer yarn, fused", {**YARN, "attention.sliding_window": WINDOW, "attention.sliding_window_pattern": 2,
+     "logit_scale": 1.5, "final_logit_softcapping": 0.0, "rope.freq_base_swa": 500.0, "rope.dimension_count": 8},
+     architecture="muse-glimmer", fused_qkv=True)  # fmt: skip
 
 # ---- recurrent and hybrid ones
 
