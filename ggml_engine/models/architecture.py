@@ -46,10 +46,12 @@ def embedding_and_output(
     return specs
 
 
-def matrix(name: str, shape: tuple[int, int], il: int, *, bias: bool = False) -> list[TensorSpec]:
+def matrix(
+    name: str, shape: tuple[int, int], il: int, *, bias: bool = False, required: bool = True
+) -> list[TensorSpec]:
     """A weight of a layer with its optional scale (of tensor types that need one); `bias` allows for a bias."""
     specs = [
-        TensorSpec(f"blk.{il}.{name}.weight", shape, Role.MATMUL, il),
+        TensorSpec(f"blk.{il}.{name}.weight", shape, Role.MATMUL, il, required=required),
         TensorSpec(f"blk.{il}.{name}.scale", (1,), Role.MUL, il, required=False),
     ]
     if bias:

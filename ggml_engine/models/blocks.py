@@ -66,9 +66,10 @@ class ModelGraph:
 
     # ---- norms and products
 
-    def norm(self, x: Tensor, weight: str, name: str = "") -> Tensor:
-        """The model's kind of norm, times a weight, plus the bias if the file has one."""
-        scaled = self.b.layer_norm(x, self.hp.norm_eps) if self.hp.has_layer_norm else self.rms_norm(x)
+    def norm(self, x: Tensor, weight: str, name: str = "", *, eps: float | None = None) -> Tensor:
+        """The model's kind of norm, times a weight, plus the bias if the file has one; `eps` stands for the model's."""
+        eps = self.hp.norm_eps if eps is None else eps
+        scaled = self.b.layer_norm(x, eps) if self.hp.has_layer_norm else self.rms_norm(x, eps)
         y = self.b.mul(scaled, self.weight(weight), name or f"{weight}.out")
         bias = self.weights.get(f"{weight}.bias")
         return y if bias is None else self.b.add(y, bias, f"{weight}.biased")
@@ -80,6 +81,16 @@ class ModelGraph:
     def optional_norm(self, x: Tensor, weight: str) -> Tensor:
         """As `norm`, where the file has the weight; else x."""
         return self.norm(x, weight) if f"{weight}.weight" in self.weights else x
+
+    def head_norm(self, x: Tensor, weight: str) -> Tensor:
+        """Norm of every head of x [head, heads, tokens], or of all of them as one row where the weight is as wide.
+
+        x where the file has no such weight.
+        """
+        found = self.weights.get(f"{weight}.weight")
+        if found is None or found.ne[0] == x.ne[0]:
+            return self.optional_norm(x, weight)
+        return self.heads(self.norm(self.all_heads(x), weight), x.ne[1])
 
     def linear(self, x: Tensor, weight: str, *, f32_accumulation: bool = False) -> Tensor:
         """weight x, times the scale and plus the bias if the file has them."""
@@ -96,28 +107,22 @@ class ModelGraph:
         """[head * n_head, tokens] as [head, n_head, tokens]."""
         return self.b.reshape(x, x.ne[0] // n_head, n_head, x.ne[1])
 
+    def all_heads(self, x: Tensor) -> Tensor:
+        """[head, heads, tokens] as [head * heads, tokens]; heads lie one after the other."""
+        if x.is_contiguous:
+            return self.b.reshape(x, x.ne[0] * x.ne[1], x.ne[2])
+        return self.b.view(x, (x.ne[0] * x.ne[1], x.ne[2]), (x.nb[2],), 0)
+
     def qkv(self, x: Tensor, il: int, *, clamp: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value of a layer, [head, heads, tokens] each, whether their weights are one tensor or three.
 
         `clamp` > 0 bounds them.
         """
-        hp = self.hp
-        parts = (
-            ("attn_q", hp.n_head[il], hp.n_embd_head_k[il]),
-            ("attn_k", hp.n_head_kv[il], hp.n_embd_head_k[il]),
-            ("attn_v", hp.n_head_kv[il], hp.n_embd_head_v[il]),
-        )
-        if hp.has_fused_qkv:
-            fused = self._clamped(self._fused_qkv(x, il), clamp)
-            views = []
-            first = 0
-            for _, n_head, size in parts:
-                strides = (fused.type.row_bytes(size), fused.nb[1])
-                views.append(self.b.view(fused, (size, n_head, x.ne[1]), strides, fused.type.row_bytes(first)))
-                first += n_head * size
-            return views[0], views[1], views[2]
+        if self.hp.has_fused_qkv:
+            return self.split_qkv(self._clamped(self._fused_qkv(x, il), clamp), il)
         q, k, v = (
-            self.heads(self._clamped(self.linear(x, f"blk.{il}.{part}"), clamp), n_head) for part, n_head, _ in parts
+            self.heads(self._clamped(self.linear(x, f"blk.{il}.attn_{part}"), clamp), n_head)
+            for part, n_head, _ in self._qkv_parts(il)
         )
         return q, k, v
 
@@ -131,6 +136,25 @@ class ModelGraph:
             return fused
         bias = self.b.concat(self.b.concat(biases[0], biases[1], 0), biases[2], 0)
         return self.b.add(fused, bias, f"{name}.biased")
+
+    def split_qkv(self, fused: Tensor, il: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of a layer, as views [head, heads, tokens] of the three after each other."""
+        views = []
+        first = 0
+        for _, n_head, size in self._qkv_parts(il):
+            strides = (fused.type.row_bytes(size), fused.nb[1])
+            views.append(self.b.view(fused, (size, n_head, fused.ne[1]), strides, fused.type.row_bytes(first)))
+            first += n_head * size
+        return views[0], views[1], views[2]
+
+    def _qkv_parts(self, il: int) -> tuple[tuple[str, int, int], ...]:
+        """Name, number of heads and size of a head of each."""
+        hp = self.hp
+        return (
+            ("q", hp.n_head[il], hp.n_embd_head_k[il]),
+            ("k", hp.n_head_kv[il], hp.n_embd_head_k[il]),
+            ("v", hp.n_head_kv[il], hp.n_embd_head_v[il]),
+        )
 
     def _clamped(self, x: Tensor, bound: float) -> Tensor:
         return self.b.clamp(x, -bound, bound) if bound > 0 else x
@@ -147,28 +171,49 @@ class ModelGraph:
         length = "long" if self.n_ctx > self.hp.n_ctx_long else "short"
         return self.weights.get(f"rope_factors_{length}.weight")
 
-    def self_attention(
-        self, x: Tensor, il: int, factors: Tensor | None = None, *, scaled_queries: bool = False
-    ) -> Tensor | None:
-        """Attention over q, k and v of x, its heads normed where the file has norms, rotated: [n_embd, tokens].
-
-        `scaled_queries`: not the scores are scaled, but what they are products of. None as in `attention`.
-        """
+    def rotated_qkv(self, x: Tensor, il: int, factors: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """As `qkv`, with the heads of q and k normed where the file has norms, and rotated."""
         prefix = f"blk.{il}"
         q, k, v = self.qkv(x, il)
-        q = self.rope(self.optional_norm(q, f"{prefix}.attn_q_norm"), self.hp.rope[il], f"{prefix}.q_rope", factors)
-        k = self.rope(self.optional_norm(k, f"{prefix}.attn_k_norm"), self.hp.rope[il], f"{prefix}.k_rope", factors)
+        q = self.rope(self.head_norm(q, f"{prefix}.attn_q_norm"), self.hp.rope[il], f"{prefix}.q_rope", factors)
+        k = self.rope(self.head_norm(k, f"{prefix}.attn_k_norm"), self.hp.rope[il], f"{prefix}.k_rope", factors)
+        return q, k, v
+
+    def self_attention(
+        self,
+        x: Tensor,
+        il: int,
+        factors: Tensor | None = None,
+        *,
+        scaled_queries: bool = False,
+        f32_accumulation: bool = False,
+    ) -> Tensor | None:
+        """Attention over `rotated_qkv` of x: [n_embd, tokens].
+
+        `scaled_queries` multiplies the queries by the scale in place of the scores; the rest as in `attention`.
+        """
+        q, k, v = self.rotated_qkv(x, il, factors)
         scale = self.hp.attention_scale
         if scaled_queries:
-            q, scale = self.b.scale(q, scale, f"{prefix}.q_scaled"), 1.0
-        return self.attention(il, q, k, v, scale)
+            q, scale = self.b.scale(q, scale, f"blk.{il}.q_scaled"), 1.0
+        return self.attention(il, q, k, v, scale, f32_accumulation=f32_accumulation)
 
     def attention(
-        self, il: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, *, sinks: Tensor | None = None
+        self,
+        il: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        scale: float,
+        *,
+        sinks: Tensor | None = None,
+        f32_accumulation: bool = False,
     ) -> Tensor | None:
         """`mixed_values`, multiplied by the output weight: [n_embd, tokens]."""
         mixed = self.mixed_values(il, q, k, v, scale, sinks=sinks)
-        return None if mixed is None else self.linear(mixed, f"blk.{il}.attn_output")
+        if mixed is None:
+            return None
+        return self.linear(mixed, f"blk.{il}.attn_output", f32_accumulation=f32_accumulation)
 
     def mixed_values(
         self,
@@ -202,16 +247,10 @@ class ModelGraph:
         return self.kv.rotate_v(store, mixed)
 
     def _store(self, store: int, k: Tensor, v: Tensor) -> None:
-        k, v = self.kv.rotate_k(store, k), self.kv.rotate_v(store, self._rows(v))
+        k, v = self.kv.rotate_k(store, k), self.kv.rotate_v(store, self.all_heads(v))
         for x in (v, k):
             self.b.expand(x)
-        self.kv.write(store, self._rows(k), v)  # before the read of the same memory
-
-    def _rows(self, x: Tensor) -> Tensor:
-        """[head, heads, tokens] as [head * heads, tokens]; heads lie one after the other."""
-        if x.is_contiguous:
-            return self.b.reshape(x, x.ne[0] * x.ne[1], x.ne[2])
-        return self.b.view(x, (x.ne[0] * x.ne[1], x.ne[2]), (x.nb[2],), 0)
+        self.kv.write(store, self.all_heads(k), v)  # before the read of the same memory
 
     # ---- feed-forward
 

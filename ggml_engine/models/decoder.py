@@ -1,4 +1,5 @@
-"""The layers that most decoders have: norm, attention, residual, norm, feed-forward, residual; or both side by side.
+"""The layers that most decoders have: attention and feed-forward, added one after the other or side by side; norms
+before, after or both.
 
 An architecture that is one of these gives its attention and its feed-forward; one that is not writes its own layer and
 runs it through `run_layers`.
@@ -96,6 +97,40 @@ def parallel_layer(
     last = terms.pop(added_last)
     first, second = terms.values()
     return g.b.add(g.b.add(first, second, f"{prefix}.partial_sum"), last, f"{prefix}.sum")
+
+
+def sandwich_norm_decoder(
+    g: ModelGraph,
+    attention: Layer,
+    feed_forward: FeedForward,
+    *,
+    x: Tensor | None = None,
+    norms_before: bool = True,
+    eps_after: float | None = None,
+) -> Tensor | None:
+    """As `pre_norm_decoder`, with norms also of what is added (Ding et al. 2021, arXiv:2105.13290).
+
+    `x` stands for the embeddings. Without `norms_before` there are only those (Liu et al. 2021, arXiv:2111.09883);
+    `eps_after` is theirs, where it is not the model's.
+    """
+
+    def before(g: ModelGraph, x: Tensor, weight: str) -> Tensor:
+        return g.norm(x, weight) if norms_before else x
+
+    def layer(g: ModelGraph, x: Tensor, il: int) -> Tensor | None:
+        prefix = f"blk.{il}"
+        attended = attention(g, before(g, x, f"{prefix}.attn_norm"), il)
+        if attended is None:
+            return None
+        attended, x = g.at_last_layer(il, attended, x)
+        attended = g.norm(attended, f"{prefix}.post_attention_norm", eps=eps_after)
+        x = g.b.add(attended, x, f"{prefix}.attn_residual")
+        fed = feed_forward(g, before(g, x, f"{prefix}.ffn_norm"), il)
+        return g.b.add(g.norm(fed, f"{prefix}.post_ffw_norm", eps=eps_after), x, f"{prefix}.ffn_residual")
+
+    scale = g.hp.embedding_scale
+    x = run_layers(g, g.embed(None if scale == 1.0 else scale) if x is None else x, layer)
+    return None if x is None else g.logits(x)
 
 
 def scaled(g: ModelGraph, x: Tensor) -> Tensor:

@@ -36,9 +36,8 @@ class ExpertOps(ShapeOps):
         require(experts.ne[3] == x.ne[3] == 1, "mul_mat_id", "at most three dimensions are needed", *given)
         fits = ids.ne[1:] == (x.ne[2], 1, 1) and ids.ne[0] % x.ne[1] == 0
         require(fits, "mul_mat_id", "the ids are not [used, tokens]", *given)
-        straight = experts.nb[0] <= experts.nb[1] and experts.has_contiguous_rows
-        require(straight, "mul_mat_id", "the experts must not be transposed", *given)
-        require(x.has_contiguous_rows, "mul_mat_id", "rows must be contiguous", *given)
+        rows = experts.has_contiguous_rows and x.has_contiguous_rows
+        require(rows, "mul_mat_id", "rows must be contiguous", *given)
         require_countable("mul_mat_id", (experts.ne[1], *ids.ne))
         require_countable("mul_mat_id", (experts.ne[2], *ids.ne))  # which rows go to which expert
         ctx = self._room("mul_mat_id", *given)
