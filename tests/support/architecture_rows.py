@@ -179,6 +179,7 @@ _row("gpt-oss", {**EXPERT_FF, **WINDOWED, **HEADS_OF_32, **YARN}, drop=())
 _row("gpt-oss mxfp4", {**EXPERT_FF, **WINDOWED, **HEADS_OF_32, **YARN}, architecture="gpt-oss",
      types={r"ffn_(gate|up|down)_exps": "MXFP4"})  # fmt: skip
 _row("glm4", {"rope.dimension_count": 8}, drop=(r"attn_output\.bias",))
+_row("glm4 sections", {"rope.dimension_count": 8, "rope.dimension_sections": [2, 1, 1, 0]}, architecture="glm4")
 _row("glm4 tied, fused, no biases", {"rope.dimension_count": 8}, architecture="glm4",
      drop=(ATTENTION_BIASES, OUTPUT), fused_qkv=True, types={"weight": "F16"})  # fmt: skip
 _row("glm4moe", {**EXPERT_FF, **DENSE_FIRST, "rope.dimension_count": 8, "expert_shared_count": 1,
