@@ -88,7 +88,10 @@ def expert_ffn(
     what comes out.
     """
     experts, prefix = experts_of(g.hp), f"blk.{il}"
-    chosen, weights = _route(g, g.linear(x, f"{prefix}.ffn_gate_inp") if logits is None else logits, il, weights_first)
+    if logits is None:
+        exact = experts.gating is Gating.SQRT_SOFTPLUS
+        logits = g.linear(x, f"{prefix}.ffn_gate_inp", f32_accumulation=exact)
+    chosen, weights = _route(g, logits, il, weights_first)
     n_embd, n_tokens = x.ne[0], x.ne[1]
     x = g.b.reshape(x, n_embd, 1, n_tokens)
     if weights_first:
@@ -105,14 +108,28 @@ def expert_ffn(
     return _sum(g, y, experts.n_used, f"{prefix}.ffn_moe_out")
 
 
-def shared_ffn(g: ModelGraph, x: Tensor, il: int) -> Tensor:
+def shared_ffn(g: ModelGraph, x: Tensor, il: int, *, f32_accumulation: bool = False) -> Tensor:
     """What the experts that every token passes make of x, times their gate's sigmoid where they have one."""
     prefix = f"blk.{il}"
-    y = g.mlp(x, f"{prefix}.ffn", "swiglu", "_shexp")
+    y = g.mlp(x, f"{prefix}.ffn", "swiglu", "_shexp", f32_accumulation=f32_accumulation)
     if f"{prefix}.ffn_gate_inp_shexp.weight" not in g.weights:
         return y
-    gate = g.b.sigmoid(g.linear(x, f"{prefix}.ffn_gate_inp_shexp"), f"{prefix}.ffn_shexp_gate")
+    logit = g.linear(x, f"{prefix}.ffn_gate_inp_shexp")
+    gate = g.b.div(g.b.silu(logit), logit, f"{prefix}.ffn_shexp_gate")  # the sigmoid, rounded as libllama does
     return g.b.mul(y, gate, f"{prefix}.ffn_shexp_gated")
+
+
+def dense_or_expert_ffn(g: ModelGraph, x: Tensor, il: int, *, f32_accumulation: bool = False) -> Tensor:
+    """The feed-forward of models whose layers are dense or have experts, with or without shared ones beside them.
+
+    `f32_accumulation` is for the down weights, other than the experts'.
+    """
+    if not has_experts(g.hp, il):
+        return g.ffn(x, il, "swiglu", f32_accumulation=f32_accumulation)
+    y = expert_ffn(g, x, il)
+    if not experts_of(g.hp).n_ff_shared:
+        return y
+    return g.b.add(y, shared_ffn(g, x, il, f32_accumulation=f32_accumulation), f"blk.{il}.ffn_with_shared")
 
 
 def _route(g: ModelGraph, logits: Tensor, il: int, weights_first: bool) -> tuple[Tensor, Tensor]:
@@ -123,6 +140,8 @@ def _route(g: ModelGraph, logits: Tensor, il: int, weights_first: bool) -> tuple
         probabilities = g.b.soft_max(logits, name=f"{prefix}.ffn_moe_probs")
     elif experts.gating is Gating.SIGMOID:
         probabilities = g.b.sigmoid(logits, f"{prefix}.ffn_moe_probs")
+    elif experts.gating is Gating.SQRT_SOFTPLUS:
+        probabilities = g.b.sqrt(g.b.softplus(logits), f"{prefix}.ffn_moe_probs")
     else:
         probabilities = logits
     selection = logits if weights_first else probabilities

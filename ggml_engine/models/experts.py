@@ -21,6 +21,7 @@ class Gating(Enum):
     SOFTMAX = 1  # over all experts
     SIGMOID = 2
     SOFTMAX_OF_CHOSEN = 3  # over the chosen ones alone
+    SQRT_SOFTPLUS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +55,15 @@ def read_experts(
     weight_scale: float | None = None,
     is_dense: tuple[bool, ...] = (),
 ) -> Experts:
-    """The experts of a file. What is None is read from it: the gating (softmax by default), whether to normalise
-    (no), and the scale (1).
+    """The experts of a file. What is None is read from it: the gating (softmax by default, see `read_gating`), whether
+    to normalise (no), and the scale (1).
 
     Raises HyperparameterError for counts that cannot be.
     """  # fmt: skip
     n_expert = reader.integer("expert_count", 1, _MAX_EXPERTS)
-    n_used = reader.integer("expert_used_count", 1, n_expert)
+    n_used = _read_used(reader, n_layer, n_expert)
     n_groups = reader.integer("expert_group_count", 0, n_expert, 0)
-    n_groups_used = reader.integer("expert_group_used_count", 0, max(n_groups, 0), 0)
+    n_groups_used = reader.integer("expert_group_used_count", 0, n_expert, 0)
     if n_groups > 1:
         if n_expert % n_groups or n_expert // n_groups < 2:
             reason = f"{n_expert} experts do not divide into {n_groups} groups of two or more"
@@ -76,7 +77,7 @@ def read_experts(
         n_expert=n_expert,
         n_used=n_used,
         n_ff=n_ff,
-        gating=gating or _read_gating(reader),
+        gating=gating or read_gating(reader, Gating.SOFTMAX),
         normalised=reader.flag("expert_weights_norm", False) if normalised is None else normalised,
         weight_scale=_read_weight_scale(reader) if weight_scale is None else weight_scale,
         n_ff_shared=n_ff_shared,
@@ -86,21 +87,47 @@ def read_experts(
     )
 
 
-def read_expert_length(reader: MetadataReader, default: int | None = None) -> int:
-    """The width of one expert's feed-forward."""
-    return reader.integer("expert_feed_forward_length", 1, MAX_SIZE, default)
+def read_expert_length(reader: MetadataReader, n_layer: int, *, n_ff: int | None = None) -> int:
+    """The width of one expert's feed-forward; where the file names none or 0, that of all chosen ones is `n_ff`."""
+    name = "expert_feed_forward_length"
+    if n_ff is None:
+        return _same_in_all_layers(reader, name, n_layer, 1, MAX_SIZE)
+    found = _same_in_all_layers(reader, name, n_layer, 0, MAX_SIZE, 0)
+    n_used = _read_used(reader, n_layer, _MAX_EXPERTS)
+    if not found and n_ff < n_used:
+        raise HyperparameterError(reader.key(name), f"the file has none, and {n_used} experts cannot share {n_ff}")
+    return found or n_ff // n_used
 
 
-def leading_dense(n_layer: int, n_dense: int) -> tuple[bool, ...]:
-    """`is_dense` when the first `n_dense` layers have no experts."""
+def read_leading_dense(reader: MetadataReader, n_layer: int) -> tuple[bool, ...]:
+    """`is_dense` of a file whose first layers have no experts."""
+    n_dense = reader.integer("leading_dense_block_count", 0, MAX_SIZE, 0)
     return tuple(il < n_dense for il in range(n_layer))
 
 
-def _read_gating(reader: MetadataReader) -> Gating:
-    number = reader.integer("expert_gating_func", 0, 255, 0)
-    if number not in {0, *(gating.value for gating in Gating)}:
-        raise HyperparameterError(reader.key("expert_gating_func"), f"1 (softmax), 2 (sigmoid) or 3, is {number}")
-    return Gating(number or 1)
+def read_gating(reader: MetadataReader, default: Gating | None) -> Gating:
+    """What the file names; `default` where it names none or 0, which is an error without one."""
+    number = reader.integer("expert_gating_func", 0, 255, None if default is None else 0)
+    if number == 0 and default is not None:
+        return default
+    if number not in {gating.value for gating in Gating}:
+        known = "1 (softmax), 2 (sigmoid), 3 (softmax of the chosen) or 4 (root of softplus)"
+        raise HyperparameterError(reader.key("expert_gating_func"), f"must be {known}, is {number}")
+    return Gating(number)
+
+
+def _read_used(reader: MetadataReader, n_layer: int, n_expert: int) -> int:
+    return _same_in_all_layers(reader, "expert_used_count", n_layer, 1, n_expert)
+
+
+def _same_in_all_layers(
+    reader: MetadataReader, name: str, n_layer: int, low: int, high: int, default: int | None = None
+) -> int:
+    """A number, or an array of one number for each layer, in which all are the same."""
+    numbers = set(reader.per_layer(name, n_layer, low, high, None if default is None else (default,)))
+    if len(numbers) > 1:
+        raise HyperparameterError(reader.key(name), f"must be the same in every layer, has {sorted(numbers)}")
+    return numbers.pop()
 
 
 def _read_weight_scale(reader: MetadataReader) -> float:

@@ -45,6 +45,8 @@ def read_sizes(reader: MetadataReader) -> Sizes:
 
     Layers that only predict further tokens at once (`nextn_predict_layers`, the last ones) are left out.
     """
+    if not reader.flag("attention.causal", True):
+        raise HyperparameterError(reader.key("attention.causal"), "is false, but tokens here see none that follow them")
     n_all = reader.integer("block_count", 1, MAX_LAYERS)
     n_layer = n_all - reader.integer("nextn_predict_layers", 0, n_all - 1, 0)
     _check_layers_present(reader, n_layer, n_all)
@@ -87,9 +89,14 @@ def check_whole_heads(reader: MetadataReader, sizes: Sizes) -> None:
         raise HyperparameterError(reader.key("rope.dimension_count"), reason)
 
 
+def layer_of(name: str) -> int | None:
+    """The layer that a tensor's name says; None for a tensor of none."""
+    match = _LAYER_NAME.match(name)
+    return None if match is None else int(match["layer"])
+
+
 def _check_layers_present(reader: MetadataReader, n_layer: int, n_all: int) -> None:
-    named = [match for name in reader.file.tensors if (match := _LAYER_NAME.match(name))]
-    present = {int(match["layer"]) for match in named}
+    present = {layer for name in reader.file.tensors if (layer := layer_of(name)) is not None}
     beyond = sorted(layer for layer in present if layer >= n_all)
     missing = [layer for layer in range(n_layer) if layer not in present]
     if beyond or missing:
