@@ -6,6 +6,7 @@ our matmul over V in columns against libllama without flash attention, our flash
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -105,7 +106,9 @@ def test_every_architecture_has_a_row_that_runs(architecture: str) -> None:
 @pytest.mark.parametrize("row", NATIVE, ids=names(NATIVE))
 def test_logits_are_libllamas(beside: Beside, caplog: pytest.LogCaptureFixture) -> None:
     unused = [record.getMessage() for record in caplog.get_records("setup") if "is not used" in record.getMessage()]
-    assert not unused
+    ignored = beside.row.ignored
+    assert [text for text in unused if not ignored or not re.search(ignored, text)] == []
+    assert bool(unused) == bool(ignored)
     beside.open(0)
     beside.step("prefill", s0=40)  # past windows of 8 and the border of rope scaling at 32
     for i in range(8):
