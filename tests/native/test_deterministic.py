@@ -17,7 +17,7 @@ TOKENS: list[list[int]] = np.random.default_rng(3).integers(3, VOCAB, (5, 150)).
 # Weights in floats: their kernels round by the number of rows, which is what whole tiles of rows are for.
 CASES = [("llama", F32), ("llama", F16), ("gemma3", F32), ("gemma3", F16)]
 # How many rows an expert gets depends on the batch, whatever the number of rows in a step is.
-EXPERTS = ["llama experts", "qwen3moe q6_k", "qwen3moe q4_0", "gpt-oss mxfp4"]
+EXPERTS = ["llama experts", "qwen3moe q4_k and q6_k", "qwen3moe q4_0", "gpt-oss mxfp4"]
 GEOMETRIES = [(64, 256), (64, 64), (128, 64)]
 
 

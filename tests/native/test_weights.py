@@ -116,7 +116,7 @@ def test_products_lie_rearranged_where_ggml_has_a_form_for_them(tmp_path: Path) 
         assert model.weights.n_bytes_copied == 0
 
 
-@pytest.mark.parametrize("row", ["qwen3moe q4_0", "qwen3moe q8_0"])
+@pytest.mark.parametrize("row", ["qwen3moe q4_0", "qwen3moe q8_0", "qwen3moe q4_k and q6_k"])
 def test_experts_lie_rearranged_where_ggml_has_a_form_for_them_and_answer_alike(row: str) -> None:
     found = []
     for repack in (True, False):
@@ -125,7 +125,7 @@ def test_experts_lie_rearranged_where_ggml_has_a_form_for_them_and_answer_alike(
             experts = {kind for name, kind in types.items() if "_exps." in name}
             if not repack:
                 assert experts == {"CPU_Mapped"}
-            elif row.endswith("q4_0"):  # q8_0 has a form on some processors only
+            elif row.endswith("q4_0"):  # the others have forms on some processors only
                 assert experts == {"CPU_REPACK"}
             with executor_over(model, capacity=64) as executor:
                 found.append(feed(executor, executor.open(), list(range(5, 45))))

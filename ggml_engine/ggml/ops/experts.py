@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ggml_engine.ggml.library import ffi
 from ggml_engine.ggml.ops.shapes import ShapeOps
 from ggml_engine.ggml.ops.tensors import MATMUL_TYPES, Tensor, require, require_countable
 from ggml_engine.ggml.tensor_types import TensorType
@@ -76,7 +77,8 @@ class ExpertOps(ShapeOps):
         gets as many rows as are multiplied together.
         """
         n_tokens, step = ids.ne[1], _TOGETHER_FROM - 1
-        if experts.type not in TOGETHER_TYPES or n_tokens <= step:
+        is_rearranged = experts.ptr.extra != ffi.NULL
+        if experts.type not in TOGETHER_TYPES or is_rearranged or n_tokens <= step:
             return self.mul_mat_id(experts, x, ids, name)
         parts = []
         for first in range(0, n_tokens, step):
