@@ -21,6 +21,7 @@ import numpy.typing as npt
 from ggml_engine.errors import (
     CacheError,
     ClosedError,
+    ContextLengthError,
     InputError,
     OptionError,
     PositionError,
@@ -168,6 +169,11 @@ class GgmlExecutor(Executor):
         return self.cache.capacity
 
     @property
+    def max_positions(self) -> int:
+        """The most positions of one sequence: all cells, or what the model has positions for."""
+        return min(self.capacity, self.model.hp.max_positions or self.capacity)
+
+    @property
     def free_cells(self) -> int:
         """How many cells no sequence owns."""
         return self.cache.free_cells
@@ -291,9 +297,10 @@ class GgmlExecutor(Executor):
     def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Compute one step: logits f32 [outputs, n_vocab], in batch order.
 
-        Raises InputError for unusable tokens and prepared inputs, and the kinds of CacheError for a step that cannot
-        be, with nothing changed; ComputeError, and AbortedError after `abort`, leave the step's cells claimed until its
-        sequences are rewound or closed. ClosedError after `close_all`.
+        Raises InputError for unusable tokens and prepared inputs, ContextLengthError for positions that the model does
+        not have, and the kinds of CacheError for a step that cannot be, with nothing changed; ComputeError, and
+        AbortedError after `abort`, leave the step's cells claimed until its sequences are rewound or closed.
+        ClosedError after `close_all`.
         """
         with self._turn_of_caller():
             return self._forward(batch)
@@ -301,6 +308,7 @@ class GgmlExecutor(Executor):
     def _forward(self, batch: Batch) -> npt.NDArray[np.float32]:
         self._check(batch)
         step = self.cache.declare(batch.sequences)
+        self._check_positions(step.positions)
         positions = step.positions if batch.positions is None else batch.positions
         if self.options.compact and np.array_equal(positions, step.positions):  # a step that is refused changes nothing
             self._compaction.before(step)
@@ -332,6 +340,12 @@ class GgmlExecutor(Executor):
             if not self.accepts(piece.source) or piece.stop > piece.source.size():
                 width = self.model.hp.n_embd
                 raise InputError(f"{piece.source.kind} that are not rows of {width} numbers made for this model")
+
+    def _check_positions(self, positions: npt.NDArray[np.int64]) -> None:
+        """Raise ContextLengthError for a position that the model has no vector for: ggml dies of it."""
+        limit = self.model.hp.max_positions
+        if limit and (needed := int(positions.max()) + 1) > limit:
+            raise ContextLengthError(needed, limit, f"a sequence of this {self.model.hp.architecture} model")
 
     def _read(self, ready: ReadyGraph, n_outputs: int) -> npt.NDArray[np.float32]:
         logits = np.empty((n_outputs, self.model.hp.n_vocab), np.float32)

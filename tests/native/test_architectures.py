@@ -6,8 +6,8 @@ our matmul over V in columns against libllama without flash attention, our flash
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -58,11 +58,19 @@ class Beside:
         self.ours.rewind(self._sequences[number], length)
         self.theirs.cut(number, length)
 
-    def step(self, what: str, **lengths: int) -> None:
-        """Appends so many random tokens to the sequences (`s0=40`) in one forward, and compares all logits."""
+    def step(self, what: str, *, outputs: Collection[int] | None = None, **lengths: int) -> None:
+        """Appends so many random tokens to the sequences (`s0=40`) in one forward, and compares logits.
+
+        `outputs` are the rows whose logits are wanted: by default all.
+        """
         parts = [(int(name[1:]), self._rng.integers(3, VOCAB, n).tolist()) for name, n in lengths.items()]
-        found = self.ours.forward(batch_of([(self._sequences[number], ids) for number, ids in parts]))
-        expected = self.theirs.append(parts)
+        wanted = [outputs is None or row in outputs for row in range(sum(lengths.values()))]
+        batch = batch_of([(self._sequences[number], ids) for number, ids in parts])
+        found = self.ours.forward(replace(batch, wants_logits=np.array(wanted)))
+        expected = self.theirs.append(parts, wanted)
+        assert found.shape == expected.shape
+        if not expected.size:
+            return
         self.compared.append(expected)
         if self.row.tolerance:
             error = float(np.square(found - expected).mean() / np.square(expected).mean())
@@ -108,6 +116,9 @@ def test_logits_are_libllamas(beside: Beside, caplog: pytest.LogCaptureFixture) 
     beside.clone(0, 2, 30)
     beside.step("the clone goes its own way", s2=5)
     beside.step("all three", s0=1, s1=1, s2=2)
+    beside.step("logits of some", s0=5, s1=2, outputs=(1, 4, 6))
+    beside.step("no logits", s0=3, s1=1, outputs=())
+    beside.step("decode of both after that", s0=1, s1=1)
     beside.rewind(0, 20)  # by more than a window
     beside.step("rewound", s0=12)
     for i in range(2):
