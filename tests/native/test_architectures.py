@@ -27,6 +27,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "matmul": {"attention": "matmul", "v_layout": "columns", "k_type": "f32", "v_type": "f32"},
     "flash": {"attention": "flash", "v_layout": "rows", "k_type": "f16", "v_type": "f16"},
 }
+# Tensors that libllama loads and does not use either.
+LEFT_ALONE = {"apertus": "_norm.bias"}
 NATIVE = [row for row in ROWS.values() if row.architecture in ARCHITECTURES]
 
 
@@ -103,8 +105,9 @@ def test_every_architecture_has_a_row_that_runs(architecture: str) -> None:
 
 @pytest.mark.parametrize("row", NATIVE, ids=names(NATIVE))
 def test_logits_are_libllamas(beside: Beside, caplog: pytest.LogCaptureFixture) -> None:
-    unused = [record.getMessage() for record in caplog.get_records("setup") if "is not used" in record.getMessage()]
-    assert not unused
+    left_alone = LEFT_ALONE.get(beside.row.architecture, "a tensor that libllama uses")
+    said = [record.getMessage() for record in caplog.get_records("setup")]
+    assert not [line for line in said if "is not used" in line and left_alone not in line]
     beside.open(0)
     beside.step("prefill", s0=40)  # past windows of 8 and the border of rope scaling at 32
     for i in range(8):
