@@ -146,8 +146,8 @@ _row("qwen3moe tied, yarn, scales of experts, widths by layer", {**EXPERTS, **YA
 _row("qwen3moe groups", {**EXPERT_FF, **GROUPS}, architecture="qwen3moe", drop=(ATTENTION_BIASES,))
 _row("qwen3moe q4_0", EXPERT_FF, architecture="qwen3moe", drop=(ATTENTION_BIASES,), types={"weight": "Q4_0"})
 _row("qwen3moe q8_0", EXPERT_FF, architecture="qwen3moe", drop=(ATTENTION_BIASES,), types={"weight": "Q8_0"})
-_row("qwen3moe q6_k", {**EXPERT_FF, **_WIDE}, architecture="qwen3moe", drop=(ATTENTION_BIASES,),
-     types={"_exps": "Q6_K"})  # fmt: skip
+_row("qwen3moe q4_k and q6_k", {**EXPERT_FF, **_WIDE}, architecture="qwen3moe", drop=(ATTENTION_BIASES,),
+     types={"(gate|up)_exps": "Q4_K", "down_exps": "Q6_K"})  # fmt: skip
 _row("gemma", HEADS_OF_32)
 _row("gemma fused", HEADS_OF_32, architecture="gemma", drop=(ATTENTION_BIASES,), fused_qkv=True)
 _row("gemma2", {**HEADS_OF_32, **WINDOWED, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0},
