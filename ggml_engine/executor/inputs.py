@@ -24,7 +24,7 @@ from ggml_engine.ggml.backends import has_data, host_view, set_data
 from ggml_engine.ggml.ops import GraphBuilder, Tensor
 from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.attention import KvRows
-from ggml_engine.models.blocks import PreparedRows
+from ggml_engine.models.blocks import OfPositions, PreparedRows
 from ggml_engine.pool.cells import Placement
 from ggml_engine.pool.kv_types import hadamard
 from ggml_engine.pool.read_plan import Comb, group_spans
@@ -95,6 +95,7 @@ class GraphInputs:
             rows = b.input("inp_prepared", TensorType.F32, n_embd, key.n_prepared)
             self.prepared = PreparedRows(rows, b.input("inp_prepared_rows", TensorType.I64, key.n_prepared))
         self.positions = b.input("inp_positions", TensorType.I32, n)
+        self._of_positions: dict[str, tuple[Tensor, OfPositions]] = {}
         self._cells = b.input("inp_cells", TensorType.I64, n)
         self._v_rows: dict[int, Tensor] = {}
         if cache.pool.format.v_layout == "columns":
@@ -111,6 +112,12 @@ class GraphInputs:
             self._mask_data.append(np.empty((n, n_rows), np.float16))
         self.outputs = b.input("inp_outputs", TensorType.I32, key.n_outputs) if key.selects_outputs else None
         self._rotations: dict[int, Tensor] = {}
+
+    def of_positions(self, name: str, function: OfPositions) -> Tensor:
+        """An input f32 [1, 1, tokens]: what `function` makes of the tokens' positions i32 [tokens]. One for a name."""
+        if name not in self._of_positions:
+            self._of_positions[name] = (self._b.input(name, TensorType.F32, 1, 1, self._key.n_tokens), function)
+        return self._of_positions[name][0]
 
     # ---- KvStore
 
@@ -150,7 +157,11 @@ class GraphInputs:
         self._set(self.tokens, _repeat_last(batch.tokens, n))
         if self.prepared is not None:
             self._fill_prepared(self.prepared, batch)
-        self._set(self.positions, _repeat_last(placement.positions, n))
+        positions = _repeat_last(placement.positions, n)
+        if has_data(self.positions):  # some layer rotates, or positions are embedded
+            self._set(self.positions, positions)
+        for tensor, function in self._of_positions.values():
+            self._set(tensor, np.ascontiguousarray(function(positions), np.float32))
         cells = _repeat_last(placement.cells, n)
         self._set(self._cells, cells)
         for width, tensor in self._v_rows.items():

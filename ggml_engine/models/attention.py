@@ -61,23 +61,40 @@ class KvStore(Protocol):
 
 
 def attend(
-    b: GraphBuilder, q: Tensor, rows: KvRows, form: AttentionForm, scale: float, softcap: float, name: str
+    b: GraphBuilder,
+    q: Tensor,
+    rows: KvRows,
+    form: AttentionForm,
+    scale: float,
+    softcap: float,
+    name: str,
+    *,
+    sinks: Tensor | None = None,
+    v_up: Tensor | None = None,
 ) -> Tensor:
     """Attention of q f32 [head, heads, tokens] over `rows`: f32 [head_v * heads, tokens].
 
-    `softcap` > 0 bounds the scores by a scaled tanh (Gemma Team 2024, arXiv:2408.00118).
+    `softcap` > 0 bounds the scores by a scaled tanh (Gemma Team 2024, arXiv:2408.00118). `sinks` f32 [heads] are scores
+    that take weight and have no value (Xiao et al., arXiv:2309.17453). `v_up` [head_v, size, heads] multiplies each
+    head's values after they are mixed, so that heads have `size` elements (DeepSeek-AI, arXiv:2405.04434).
     """
     n_head, n_tokens = q.ne[1], q.ne[2]
     q = b.permute(q, 0, 2, 1, 3, name=f"{name}.q")  # [head, tokens, heads]
     if form is AttentionForm.FLASH:
-        return _flash(b, q, rows, scale, softcap, name)
+        mixed = _flash(b, q, rows, scale, softcap, name, sinks)  # [head_v, heads, tokens]
+        if v_up is not None:
+            mixed = b.mul_mat(v_up, b.permute(mixed, 0, 2, 1, 3), f"{name}.v_up")
+            mixed = b.cont(b.permute(mixed, 0, 2, 1, 3))
+        return b.reshape(mixed, mixed.ne[0] * n_head, n_tokens, name=f"{name}.kqv_out")
     if rows.join:
         rows = _joined(b, rows)
-    scores = _concat(b, [_score(b, k, q, name) for k in rows.k], 0)
+    scores = b.concat_all([_score(b, k, q, name) for k in rows.k], 0)
     if softcap > 0:
         scores = b.scale(b.tanh(b.scale(scores, 1.0 / softcap)), softcap, f"{name}.kq_capped")
-    weights = b.soft_max(scores, rows.mask, scale, f"{name}.kq_soft_max")  # [rows, tokens, heads]
+    weights = b.soft_max(scores, rows.mask, scale, f"{name}.kq_soft_max", sinks=sinks)  # [rows, tokens, heads]
     mixed = _mix(b, rows, weights, name)  # [head_v, tokens, heads]
+    if v_up is not None:
+        mixed = b.mul_mat(v_up, mixed, f"{name}.v_up")
     return b.cont_2d(b.permute(mixed, 0, 2, 1, 3), mixed.ne[0] * n_head, n_tokens, f"{name}.kqv_out")
 
 
@@ -116,25 +133,18 @@ def _mix(b: GraphBuilder, rows: KvRows, weights: Tensor, name: str) -> Tensor:
     return total
 
 
-def _flash(b: GraphBuilder, q: Tensor, rows: KvRows, scale: float, softcap: float, name: str) -> Tensor:
+def _flash(
+    b: GraphBuilder, q: Tensor, rows: KvRows, scale: float, softcap: float, name: str, sinks: Tensor | None
+) -> Tensor:
     rows = _joined(b, rows)
     # the kernel reads f16 or quantised rows; libllama casts f32 the same way
     k, v = (b.cast(x, TensorType.F16) if x.type == TensorType.F32 else x for x in (rows.k[0], rows.v[0]))
-    mixed = b.flash_attention(q, k, v, rows.mask, scale, softcap=softcap, name=f"{name}.flash")
-    return b.reshape(mixed, mixed.ne[0] * mixed.ne[1], mixed.ne[2], name=f"{name}.kqv_out")
+    return b.flash_attention(q, k, v, rows.mask, scale, softcap=softcap, sinks=sinks, name=f"{name}.flash")
 
 
 def _joined(b: GraphBuilder, rows: KvRows) -> KvRows:
     if len(rows.k) == 1:
         return rows
-    k = _concat(b, rows.k, 1)
-    v = _concat(b, rows.v, 0 if rows.v_is_columns else 1)
+    k = b.concat_all(rows.k, 1)
+    v = b.concat_all(rows.v, 0 if rows.v_is_columns else 1)
     return replace(rows, k=[k], v=[v])
-
-
-def _concat(b: GraphBuilder, parts: Sequence[Tensor], dim: int) -> Tensor:
-    """All parts in their order; neighbours are joined in pairs, so that an element is copied log2(parts) times."""
-    while len(parts) > 1:
-        pairs = [b.concat(parts[i], parts[i + 1], dim) for i in range(0, len(parts) - 1, 2)]
-        parts = pairs if len(parts) % 2 == 0 else [*pairs, parts[-1]]
-    return parts[0]

@@ -11,8 +11,9 @@ from ggml_engine.ggml.backends import Backend, Device, choose_device, cpu_device
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.library import Libraries, load
 from ggml_engine.models.architecture import Architecture
-from ggml_engine.models.config import Hyperparameters, MetadataReader
+from ggml_engine.models.config import Hyperparameters
 from ggml_engine.models.fingerprint import fingerprint
+from ggml_engine.models.metadata import MetadataReader
 from ggml_engine.models.registry import find_architecture
 from ggml_engine.models.weights import Cancel, Progress, Weights, load_weights
 

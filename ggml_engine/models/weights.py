@@ -28,6 +28,7 @@ from ggml_engine.ggml.gguf import GGUFFile, TensorInfo
 from ggml_engine.ggml.library import Libraries, ffi
 from ggml_engine.ggml.ops import MATMUL_TYPES, GraphBuilder, Rope, Tensor, TensorContext
 from ggml_engine.ggml.tensor_types import TensorType
+from ggml_engine.models.sizes import layer_of
 
 log = logging.getLogger("ggml_engine.weights")
 
@@ -45,6 +46,9 @@ class Role(Enum):
     MUL = "multiplied elementwise"
     ADD = "added"
     ROPE_FACTORS = "divides rotation frequencies"
+    EXPERTS = "multiplied with activations, expert by expert"
+    EXPERT_BIASES = "added, expert by expert"
+    SINKS = "scores that only the softmax sees"
 
 
 _FLOAT32 = frozenset({TensorType.F32})
@@ -54,6 +58,9 @@ _ROLE_TYPES = {
     Role.MUL: _FLOAT32,
     Role.ADD: _FLOAT32,
     Role.ROPE_FACTORS: _FLOAT32,
+    Role.EXPERTS: MATMUL_TYPES,
+    Role.EXPERT_BIASES: _FLOAT32,
+    Role.SINKS: _FLOAT32,
 }
 
 
@@ -204,6 +211,14 @@ def _probe(builder: GraphBuilder, weight: Tensor, role: Role) -> Tensor:
         x = builder.new_tensor("x", TensorType.F32, n_dims, 1, _PROBE_TOKENS)
         positions = builder.new_tensor("positions", TensorType.I32, _PROBE_TOKENS)
         return builder.rope(x, positions, Rope(n_dims, 10000.0), weight)
+    if role in {Role.EXPERTS, Role.EXPERT_BIASES}:
+        ids = builder.new_tensor("ids", TensorType.I32, 1, _PROBE_TOKENS)
+        n = weight.ne[0]
+        x = builder.new_tensor("x", TensorType.F32, n, 1, _PROBE_TOKENS)
+        return builder.mul_mat_id(weight, x, ids) if role is Role.EXPERTS else builder.add_id(x, weight, ids)
+    if role is Role.SINKS:
+        scores = builder.new_tensor("scores", TensorType.F32, _PROBE_TOKENS, 1, weight.ne[0])
+        return builder.soft_max(scores, sinks=weight)
     x = builder.new_tensor("x", TensorType.F32, *weight.ne)
     return builder.mul(x, weight) if role is Role.MUL else builder.add(x, weight)
 
@@ -229,7 +244,8 @@ def load_weights(
     found = [(spec, info) for spec in specs if (info := _find(file, spec)) is not None]
     used = {info.name for _, info in found}
     for name in file.tensors:
-        if name not in used:
+        # layers beyond are those that predict further tokens, which no graph here has
+        if name not in used and ((layer := layer_of(name)) is None or layer < n_layer):
             log.warning("%s: tensor %r is not used by this architecture", file.path, name)
     plan = []
     for spec, info in found:

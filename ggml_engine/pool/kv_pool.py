@@ -250,7 +250,7 @@ class GgmlKvPool:
             b.expand(b.set_rows(storage.v, v, v_rows, f"blk.{layer}.v_store"))
             return
         flat = b.reshape(storage.v, 1, storage.v.n_elements)
-        elements = b.reshape(v, 1, v.n_elements)
+        elements = b.reshape(v if v.is_contiguous else b.cont(v), 1, v.n_elements)
         b.expand(b.set_rows(flat, elements, v_rows, f"blk.{layer}.v_store"))
 
     def read(self, b: GraphBuilder, layer: int, combs: Sequence[Comb]) -> tuple[list[Tensor], list[Tensor]]:

@@ -45,6 +45,23 @@ class Shapes:
         """Columns where rows should be."""
         return self.builder.permute(self(kind, *ne), 1, 0, 2, 3)
 
+    def apart(self, kind: TensorType, *ne: int) -> Tensor:
+        """Contiguous rows, of which those of dimension 2 are not where dimension 1 ends."""
+        return self.builder.permute(self(kind, ne[0], ne[2], ne[1]), 0, 2, 1, 3)
+
+    def chosen(
+        self,
+        *,
+        experts: Tensor | None = None,
+        x: Tensor | None = None,
+        ids: Tensor | None = None,
+    ):  # type: ignore[no-untyped-def]
+        """Two of six experts for each of three tokens."""
+        return self.builder.mul_mat_id(experts or self(F32, 8, 4, 6), x or self(F32, 8, 1, 3), ids or self(I32, 2, 3))
+
+    def biased(self, *, a: Tensor | None = None, b: Tensor | None = None, ids: Tensor | None = None):  # type: ignore[no-untyped-def]
+        return self.builder.add_id(a or self(F32, 8, 2, 3), b or self(F32, 8, 6), ids or self(I32, 2, 3))
+
     def rope(
         self, *, a: Tensor | None = None, positions: Tensor | None = None, factors: Tensor | None = None, **rope: Any
     ):  # type: ignore[no-untyped-def]
@@ -59,12 +76,19 @@ class Shapes:
         mask: Tensor | None = None,
         scale: float = 1.0,
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ):  # type: ignore[no-untyped-def]
         q, k, v = q or self(F32, 8, 4, 4), k or self(F16, 8, 6, 2), v or self(F16, 8, 6, 2)
-        return self.builder.flash_attention(q, k, v, mask or self(F16, 6, 4), scale, softcap=softcap)
+        return self.builder.flash_attention(q, k, v, mask or self(F16, 6, 4), scale, softcap=softcap, sinks=sinks)
 
 
 Refusal = Callable[[Shapes], Any]
+
+
+def scattered(s: Shapes, n: int) -> Tensor:
+    """A vector of every second element."""
+    return s.builder.permute(s.builder.view(s(F32, 2, n), (1, n), (8,), 0), 1, 0, 2, 3)
+
 
 REFUSALS: dict[str, Refusal] = {
     # ---- tensors
@@ -90,16 +114,47 @@ REFUSALS: dict[str, Refusal] = {
     "mul: shapes that do not repeat": lambda s: s.builder.mul(s(F32, 4, 3), s(F32, 4, 2)),
     "mul: f16 by i32": lambda s: s.builder.mul(s(F16, 4), s(I32, 4)),
     "mul: a transposed second": lambda s: s.builder.mul(s(F32, 4, 4), s.turned(F32, 4, 4)),
+    "sub: shapes that do not repeat": lambda s: s.builder.sub(s(F32, 4), s(F32, 3)),
+    "sub: f16 from f32": lambda s: s.builder.sub(s(F32, 4), s(F16, 4)),
+    "div: a larger second": lambda s: s.builder.div(s(F32, 4), s(F32, 4, 2)),
+    "div: by i32": lambda s: s.builder.div(s(F32, 4), s(I32, 4)),
+    "clamp: i32": lambda s: s.builder.clamp(s(I32, 4), 0, 1),
+    "clamp: transposed": lambda s: s.builder.clamp(s.turned(F32, 4, 3), 0, 1),
+    "clamp: rows in another order": lambda s: s.builder.clamp(s.apart(F32, 4, 3, 2), 0, 1),
+    "clamp: nothing between the bounds": lambda s: s.builder.clamp(s(F32, 4), 1, 0),
+    "clamp: a bound of NaN": lambda s: s.builder.clamp(s(F32, 4), math.nan, 0),
+    "fill: i32": lambda s: s.builder.fill(s(I32, 4), 0),
+    "fill: transposed": lambda s: s.builder.fill(s.turned(F32, 4, 3), 0),
+    "fill: NaN": lambda s: s.builder.fill(s(F32, 4), math.nan),
+    "layer_norm: a negative eps": lambda s: s.builder.layer_norm(s(F32, 4), -1e-6),
+    "layer_norm: f16": lambda s: s.builder.layer_norm(s(F16, 4), 1e-6),
+    "layer_norm: transposed": lambda s: s.builder.layer_norm(s.turned(F32, 4, 3), 1e-6),
     "scale: f16": lambda s: s.builder.scale(s(F16, 4), 2.0),
     "scale: transposed": lambda s: s.builder.scale(s.turned(F32, 4, 3), 2.0),
     "scale: NaN": lambda s: s.builder.scale(s(F32, 4), math.nan),
-    "tanh: i32": lambda s: s.builder.tanh(s(I32, 4)),
-    "tanh: transposed": lambda s: s.builder.tanh(s.turned(F32, 4, 3)),
     "silu: q8_0": lambda s: s.builder.silu(s(Q8_0, 32)),
+    "xielu: i32": lambda s: s.builder.xielu(s(I32, 4), 1, 1, 1, 0),
+    "xielu: rows in another order": lambda s: s.builder.xielu(s.apart(F32, 4, 3, 2), 1, 1, 1, 0),
+    "xielu: a slope of NaN": lambda s: s.builder.xielu(s(F32, 4), math.nan, 1, 1, 0),
+    "xielu: an infinite eps": lambda s: s.builder.xielu(s(F32, 4), 1, 1, 1, math.inf),
     "swiglu: shapes differ": lambda s: s.builder.swiglu(s(F32, 4), s(F32, 5)),
     "swiglu: types differ": lambda s: s.builder.swiglu(s(F32, 4), s(F16, 4)),
     "swiglu: transposed": lambda s: s.builder.swiglu(s.turned(F32, 4, 3), s.turned(F32, 4, 3)),
     "geglu: shapes differ": lambda s: s.builder.geglu(s(F32, 4, 2), s(F32, 4)),
+    "swiglu: rows in another order": lambda s: s.builder.swiglu(s.apart(F32, 4, 3, 2), s(F32, 4, 3, 2)),
+    "swiglu: a second with rows in another order": lambda s: s.builder.swiglu(s(F32, 4, 3, 2), s.apart(F32, 4, 3, 2)),
+    "geglu_erf: transposed": lambda s: s.builder.geglu_erf(s.turned(F32, 4, 3), s(F32, 3, 4)),
+    "reglu: shapes differ": lambda s: s.builder.reglu(s(F32, 4), s(F32, 5)),
+    "reglu: i32": lambda s: s.builder.reglu(s(I32, 4), s(I32, 4)),
+    "swiglu_oai: shapes differ": lambda s: s.builder.swiglu_oai(s(F32, 4), s(F32, 5), 1, 1),
+    "swiglu_oai: f16": lambda s: s.builder.swiglu_oai(s(F16, 4), s(F16, 4), 1, 1),
+    "swiglu_oai: a negative limit": lambda s: s.builder.swiglu_oai(s(F32, 4), s(F32, 4), 1, -1),
+    "swiglu_oai: a limit of NaN": lambda s: s.builder.swiglu_oai(s(F32, 4), s(F32, 4), 1, math.nan),
+    "swiglu_oai: an infinite alpha": lambda s: s.builder.swiglu_oai(s(F32, 4), s(F32, 4), math.inf, 1),
+    "swiglu_halves: an odd row": lambda s: s.builder.swiglu_halves(s(F32, 5)),
+    "swiglu_halves: transposed": lambda s: s.builder.swiglu_halves(s.turned(F32, 4, 4)),
+    "geglu_halves: i32": lambda s: s.builder.geglu_halves(s(I32, 4)),
+    "geglu_halves: rows in another order": lambda s: s.builder.geglu_halves(s.apart(F32, 4, 3, 2)),
     "geglu: f16": lambda s: s.builder.geglu(s(F16, 4), s(F16, 4)),
     "rms_norm: a negative eps": lambda s: s.builder.rms_norm(s(F32, 4), -1e-6),
     "rms_norm: eps NaN": lambda s: s.builder.rms_norm(s(F32, 4), math.nan),
@@ -119,9 +174,50 @@ REFUSALS: dict[str, Refusal] = {
     "mul_mat: a transposed first": lambda s: s.builder.mul_mat(s.turned(F32, 4, 4), s(F32, 4, 4)),
     "mul_mat: a transposed second": lambda s: s.builder.mul_mat(s(F32, 4, 4), s.turned(F32, 4, 4)),
     "mul_mat: a result of too many elements": lambda s: s.builder.mul_mat(s(F32, 1, 1 << 40), s(F32, 1, 1 << 40)),
+    "hadamard: no square": lambda s: s.builder.hadamard(s(F32, 4, 4), s(F32, 4, 2)),
+    "hadamard: an f16 matrix": lambda s: s.builder.hadamard(s(F32, 4, 4), s(F16, 4, 4)),
+    "hadamard: no power of two": lambda s: s.builder.hadamard(s(F32, 6, 6), s(F32, 6, 6)),
+    "hadamard: rows in no whole pieces": lambda s: s.builder.hadamard(s(F32, 6, 4), s(F32, 4, 4)),
+    "hadamard: f16": lambda s: s.builder.hadamard(s(F16, 4, 4), s(F32, 4, 4)),
+    # ---- experts
+    "top_k: none": lambda s: s.builder.top_k(s(F32, 6, 3), 0),
+    "top_k: more than there are": lambda s: s.builder.top_k(s(F32, 6, 3), 7),
+    "top_k: f16": lambda s: s.builder.top_k(s(F16, 6, 3), 2),
+    "top_k: transposed": lambda s: s.builder.top_k(s.turned(F32, 3, 6), 2),
+    "top_k: rows in another order": lambda s: s.builder.top_k(s.apart(F32, 6, 3, 2), 2),
+    "top_k: longer rows than i32 counts": lambda s: s.builder.top_k(s(F32, 1 << 31), 2),
+    "mul_mat_id: row lengths differ": lambda s: s.chosen(x=s(F32, 9, 1, 3)),
+    "mul_mat_id: i32 experts": lambda s: s.chosen(experts=s(I32, 8, 4, 6)),
+    "mul_mat_id: transposed experts": lambda s: s.chosen(experts=s.turned(F32, 4, 8, 6)),
+    "mul_mat_id: experts of four dimensions": lambda s: s.chosen(experts=s(F32, 8, 4, 6, 2)),
+    "mul_mat_id: an f16 second": lambda s: s.chosen(x=s(F16, 8, 1, 3)),
+    "mul_mat_id: a transposed second": lambda s: s.chosen(x=s.turned(F32, 2, 8, 3)),
+    "mul_mat_id: a second of four dimensions": lambda s: s.chosen(x=s(F32, 8, 1, 3, 2)),
+    "mul_mat_id: rows that do not repeat": lambda s: s.chosen(x=s(F32, 8, 3, 3)),
+    "mul_mat_id: i64 ids": lambda s: s.chosen(ids=s(I64, 2, 3)),
+    "mul_mat_id: ids of other tokens": lambda s: s.chosen(ids=s(I32, 2, 4)),
+    "mul_mat_id: ids of three dimensions": lambda s: s.chosen(ids=s(I32, 2, 3, 2)),
+    "mul_mat_id: a result of too many elements": lambda s: s.chosen(
+        experts=s(F32, 1, 1 << 40, 2), x=s(F32, 1, 1, 1 << 30), ids=s(I32, 1, 1 << 30)
+    ),
+    "mul_mat_id: a table of too many elements": lambda s: s.chosen(
+        experts=s(F32, 1, 1, 1 << 40), x=s(F32, 1, 1, 1 << 30), ids=s(I32, 1, 1 << 30)
+    ),
+    "add_id: row lengths differ": lambda s: s.biased(b=s(F32, 9, 6)),
+    "add_id: f16": lambda s: s.biased(a=s(F16, 8, 2, 3)),
+    "add_id: an f16 second": lambda s: s.biased(b=s(F16, 8, 6)),
+    "add_id: a transposed first": lambda s: s.biased(a=s.turned(F32, 2, 8, 3)),
+    "add_id: a transposed second": lambda s: s.biased(b=s.turned(F32, 6, 8)),
+    "add_id: a second of three dimensions": lambda s: s.biased(b=s(F32, 8, 6, 2)),
+    "add_id: a first of four dimensions": lambda s: s.biased(a=s(F32, 8, 2, 3, 2)),
+    "add_id: i64 ids": lambda s: s.biased(ids=s(I64, 2, 3)),
+    "add_id: ids of other tokens": lambda s: s.biased(ids=s(I32, 2, 4)),
+    "add_id: too few ids a token": lambda s: s.biased(ids=s(I32, 1, 3)),
+    "add_id: ids of three dimensions": lambda s: s.biased(ids=s(I32, 2, 3, 2)),
     # ---- shapes
     "reshape: another number of elements": lambda s: s.builder.reshape(s(F32, 4, 4), 4, 5),
-    "reshape: one dimension": lambda s: s.builder.reshape(s(F32, 4, 4), 16),
+    "reshape: no dimension": lambda s: s.builder.reshape(s(F32, 1)),
+    "reshape: five dimensions": lambda s: s.builder.reshape(s(F32, 4, 4), 2, 2, 2, 2, 1),
     "reshape: negative": lambda s: s.builder.reshape(s(F32, 4, 4), -4, -4),
     "reshape: transposed": lambda s: s.builder.reshape(s.turned(F32, 4, 3), 3, 4),
     "reshape: parts of blocks": lambda s: s.builder.reshape(s(Q8_0, 64, 4), 16, 16),
@@ -144,12 +240,23 @@ REFUSALS: dict[str, Refusal] = {
     "permute: one axis twice": lambda s: s.builder.permute(s(F32, 4), 0, 0, 1, 2),
     "permute: axis 4": lambda s: s.builder.permute(s(F32, 4), 0, 1, 2, 4),
     "permute: three axes": lambda s: s.builder.permute(s(F32, 4), 0, 1, 2),
+    "transpose: columns of blocks": lambda s: s.builder.transpose(s(Q8_0, 32, 32)),
     "cont_2d: another number of elements": lambda s: s.builder.cont_2d(s(F32, 4), 2, 3),
     "cont_2d: quantised": lambda s: s.builder.cont_2d(s(Q8_0, 32, 2), 64, 1),
     "permute: columns of blocks": lambda s: s.turned(Q8_0, 32, 32),
     "cast: to a quantised type": lambda s: s.builder.cast(s(F32, 32), Q8_0),
     "cast: from a quantised type": lambda s: s.builder.cast(s(Q8_0, 32), F32),
-    "cast: from i32": lambda s: s.builder.cast(s(I32, 32), F32),
+    "cast: from i32 to f16": lambda s: s.builder.cast(s(I32, 32), F16),
+    "cast: from f16 to i32": lambda s: s.builder.cast(s(F16, 32), I32),
+    "cast: to i64": lambda s: s.builder.cast(s(F32, 32), I64),
+    "repeat_to: no multiple": lambda s: s.builder.repeat_to(s(F32, 4, 2), 4, 3, 1, 1),
+    "repeat_to: fewer": lambda s: s.builder.repeat_to(s(F32, 4, 2), 4, 1, 1, 1),
+    "repeat_to: a dimension of 0": lambda s: s.builder.repeat_to(s(F32, 4, 2), 4, 2, 0, 1),
+    "repeat_to: a negative dimension": lambda s: s.builder.repeat_to(s(F32, 4, 2), 4, 2, -1, 1),
+    "repeat_to: i64": lambda s: s.builder.repeat_to(s(I64, 4), 8, 1, 1, 1),
+    "repeat_to: transposed": lambda s: s.builder.repeat_to(s.turned(F32, 4, 3), 3, 8, 1, 1),
+    "repeat_to: too many elements": lambda s: s.builder.repeat_to(s(F32, 4), 1 << 40, 1 << 30, 1, 1),
+    "repeat: transposed": lambda s: s.builder.repeat(s.turned(F32, 4, 3), 2),
     "repeat: no times": lambda s: s.builder.repeat(s(F32, 4, 2), 0),
     "repeat: four dimensions": lambda s: s.builder.repeat(s(F32, 4, 2, 2, 2), 2),
     "repeat: i32": lambda s: s.builder.repeat(s(I32, 4), 2),
@@ -171,10 +278,11 @@ REFUSALS: dict[str, Refusal] = {
     "get_rows: i64 ids": lambda s: s.builder.get_rows(s(F32, 4, 3), s(I64, 2)),
     "get_rows: rows of i64": lambda s: s.builder.get_rows(s(I64, 4, 3), s(I32, 2)),
     "get_rows: batches differ": lambda s: s.builder.get_rows(s(F32, 4, 3, 2), s(I32, 2)),
+    "get_rows: outer batches differ": lambda s: s.builder.get_rows(s(F32, 4, 3, 1, 2), s(I32, 2)),
     "get_rows: ids of four dimensions": lambda s: s.builder.get_rows(s(F32, 4, 3), s(I32, 2, 1, 1, 2)),
     "get_rows: transposed": lambda s: s.builder.get_rows(s.turned(F32, 4, 3), s(I32, 2)),
     "get_rows: too many elements": lambda s: s.builder.get_rows(s(F32, 1 << 40, 2), s(I32, 1 << 40)),
-    "set_rows: i32 ids": lambda s: s.builder.set_rows(s(F32, 4, 3), s(F32, 4, 2), s(I32, 2)),
+    "set_rows: f32 ids": lambda s: s.builder.set_rows(s(F32, 4, 3), s(F32, 4, 2), s(F32, 2)),
     "set_rows: f16 rows": lambda s: s.builder.set_rows(s(F16, 4, 3), s(F16, 4, 2), s(I64, 2)),
     "set_rows: into i32": lambda s: s.builder.set_rows(s(I32, 4, 3), s(F32, 4, 2), s(I64, 2)),
     "set_rows: into a type without quantiser": lambda s: s.builder.set_rows(
@@ -182,7 +290,15 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "set_rows: row lengths differ": lambda s: s.builder.set_rows(s(F32, 4, 3), s(F32, 5, 2), s(I64, 2)),
     "set_rows: too few ids": lambda s: s.builder.set_rows(s(F32, 4, 3), s(F32, 4, 2), s(I64, 1)),
-    "set_rows: three dimensions": lambda s: s.builder.set_rows(s(F32, 4, 3, 2), s(F32, 4, 2, 2), s(I64, 2)),
+    "set_rows: batches differ": lambda s: s.builder.set_rows(s(F32, 4, 3, 2), s(F32, 4, 2, 3), s(I64, 2, 3)),
+    "set_rows: outer batches differ": lambda s: s.builder.set_rows(s(F32, 4, 3, 1, 2), s(F32, 4, 2), s(I64, 2)),
+    "set_rows: ids of batches that do not repeat": lambda s: s.builder.set_rows(
+        s(F32, 4, 3, 4), s(F32, 4, 2, 4), s(I64, 2, 3)
+    ),
+    "set_rows: ids of outer batches that do not repeat": lambda s: s.builder.set_rows(
+        s(F32, 4, 3, 1, 4), s(F32, 4, 2, 1, 4), s(I64, 2, 1, 3)
+    ),
+    "set_rows: ids of four dimensions": lambda s: s.builder.set_rows(s(F32, 4, 3), s(F32, 4, 2), s(I64, 2, 1, 1, 2)),
     "set_rows: a transposed pool": lambda s: s.builder.set_rows(s.turned(F32, 3, 4), s(F32, 4, 2), s(I64, 2)),
     "set_rows: transposed rows": lambda s: s.builder.set_rows(s(F32, 4, 3), s.turned(F32, 2, 4), s(I64, 2)),
     # ---- attention
@@ -192,8 +308,15 @@ REFUSALS: dict[str, Refusal] = {
     "soft_max: a mask of too few rows": lambda s: s.builder.soft_max(s(F32, 4, 3), s(F32, 4, 2), 1.0),
     "soft_max: a mask of other rows": lambda s: s.builder.soft_max(s(F32, 4, 3), s(F32, 8, 3), 1.0),
     "soft_max: a mask of other heads": lambda s: s.builder.soft_max(s(F32, 4, 3, 4), s(F32, 4, 3, 3), 1.0),
+    "soft_max: a mask of other batches": lambda s: s.builder.soft_max(s(F32, 4, 3, 1, 4), s(F32, 4, 3, 1, 3), 1.0),
     "soft_max: a transposed mask": lambda s: s.builder.soft_max(s(F32, 4, 4), s.turned(F32, 4, 4), 1.0),
     "soft_max: an infinite scale": lambda s: s.builder.soft_max(s(F32, 4, 3), s(F32, 4, 3), math.inf),
+    "soft_max: transposed, without a mask": lambda s: s.builder.soft_max(s.turned(F32, 3, 4)),
+    "soft_max: sinks of other heads": lambda s: s.builder.soft_max(s(F32, 4, 3, 2), sinks=s(F32, 3)),
+    "soft_max: f16 sinks": lambda s: s.builder.soft_max(s(F32, 4, 3, 2), sinks=s(F16, 2)),
+    "soft_max: sinks in two dimensions": lambda s: s.builder.soft_max(s(F32, 4, 3, 2), sinks=s(F32, 2, 3)),
+    "soft_max: scattered sinks": lambda s: s.builder.soft_max(s(F32, 4, 3, 4), sinks=scattered(s, 4)),
+    "rope: an odd head": lambda s: s.rope(a=s(F32, 9, 2, 3)),
     "rope: no dimension": lambda s: s.rope(n_dims=0),
     "rope: a negative dimension": lambda s: s.rope(n_dims=-2),
     "rope: an odd number of dimensions": lambda s: s.rope(n_dims=3),
@@ -234,11 +357,22 @@ REFUSALS: dict[str, Refusal] = {
     "flash attention: f16 queries": lambda s: s.flash(q=s(F16, 8, 4, 4)),
     "flash attention: i32 keys": lambda s: s.flash(k=s(I32, 8, 6, 2)),
     "flash attention: i8 values": lambda s: s.flash(v=s(TensorType.I8, 8, 6, 2)),
+    "flash attention: transposed queries": lambda s: s.flash(q=s.turned(F32, 4, 8, 4)),
     "flash attention: transposed keys": lambda s: s.flash(k=s.turned(F16, 6, 8, 2)),
     "flash attention: transposed values": lambda s: s.flash(v=s.turned(F16, 6, 8, 2)),
+    "flash attention: sinks of other heads": lambda s: s.flash(sinks=s(F32, 2)),
+    "flash attention: f16 sinks": lambda s: s.flash(sinks=s(F16, 4)),
+    "flash attention: scattered sinks": lambda s: s.flash(sinks=scattered(s, 4)),
     "flash attention: a scale of NaN": lambda s: s.flash(scale=math.nan),
     "flash attention: an infinite cap": lambda s: s.flash(softcap=math.inf),
 }
+
+UNARY = ["tanh", "sigmoid", "silu", "gelu", "gelu_erf", "relu", "softplus", "exp", "sqr", "sqrt"]
+for _operation in UNARY:
+    REFUSALS[f"{_operation}: i32"] = lambda s, operation=_operation: getattr(s.builder, operation)(s(I32, 4))
+    REFUSALS[f"{_operation}: transposed"] = lambda s, operation=_operation: getattr(s.builder, operation)(
+        s.turned(F32, 4, 3)
+    )
 
 
 @pytest.mark.parametrize("refused", REFUSALS.values(), ids=REFUSALS)
@@ -258,6 +392,11 @@ def test_the_fit_twin_of_the_refusals_is_taken() -> None:
     shapes = Shapes()
     assert shapes.rope().ne == (8, 2, 3, 1)
     assert shapes.flash().ne == (8, 4, 4, 1)
+    assert shapes.flash(sinks=shapes(F32, 4)).ne == (8, 4, 4, 1)
+    assert shapes.chosen().ne == (4, 2, 3, 1)
+    assert shapes.biased().ne == (8, 2, 3, 1)
+    assert shapes.builder.soft_max(shapes(F32, 4, 3, 4), sinks=shapes(F32, 4)).ne == (4, 3, 4, 1)
+    assert shapes.builder.repeat_to(shapes(F32, 4, 2), 4, 4, 3, 1).ne == (4, 4, 3, 1)
 
 
 def test_a_null_pointer_is_no_tensor() -> None:
@@ -284,6 +423,26 @@ def test_the_bytes_that_a_tensor_spans_are_ggmls(
         ne2 = (tensor.ne[0], tensor.ne[1] - start)
         view = shapes.builder.view(tensor, ne2, (tensor.nb[1],), start * tensor.nb[1])
         assert view.span_bytes == shapes.builder.base.ggml_nbytes(view.ptr)
+    shapes.builder.free()
+
+
+@given(
+    ne=st.tuples(*[st.integers(1, 3)] * 4),
+    axes=st.permutations(range(4)),
+    cut=st.integers(0, 3),
+    n_cut=st.integers(1, 2),
+)
+@settings(deadline=None, max_examples=300)
+def test_packed_rows_are_those_that_one_stride_reaches(
+    ne: tuple[int, ...], axes: list[int], cut: int, n_cut: int
+) -> None:
+    shapes = Shapes()
+    whole = shapes(F32, *(n + n_cut if d == cut else n for d, n in enumerate(ne)))
+    tensor = shapes.builder.permute(shapes.builder.view(whole, ne, whole.nb[1:], 0), *axes)
+    n1, n2, n3 = tensor.ne[1:]
+    starts = [np.dot(tensor.nb[1:], (i1, i2, i3)) for i3 in range(n3) for i2 in range(n2) for i1 in range(n1)]
+    one_stride = starts == [i * tensor.nb[1] for i in range(n1 * n2 * n3)]
+    assert tensor.has_packed_rows == (one_stride and tensor.nb[0] == 4)
     shapes.builder.free()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from graphs import Bench, evaluate, random
+from graphs import Bench, close, evaluate, random
 from naive import ggml_gelu, rotate, silu, softmax
 
 from ggml_engine.ggml import backends
@@ -19,28 +19,61 @@ F32, F16, BF16, Q8_0 = TensorType.F32, TensorType.F16, TensorType.BF16, TensorTy
 EPSILON = {F32: 1e-6, F16: 1e-3, BF16: 8e-3, Q8_0: 2e-2}
 
 
-def close(found: npt.NDArray[np.generic], expected: npt.NDArray[np.generic], bound: float = 2e-6) -> None:
-    assert found.shape == expected.shape
-    scale = max(1.0, float(np.abs(expected).max()))
-    assert np.abs(found.astype(np.float64) - expected).max() <= bound * scale
+ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
 
 
+@pytest.mark.parametrize("operation", ARITHMETIC)
 @pytest.mark.parametrize("shape", [(2, 3, 4, 8), (1, 1, 4, 8), (8,), (4, 1), (2, 1, 1, 8), (3, 1, 2)])
-def test_add_and_mul_repeat_the_second(shape: tuple[int, ...]) -> None:
+def test_arithmetic_repeats_the_second(shape: tuple[int, ...], operation: str) -> None:
     a, b = random(2, 3, 4, 8), random(*shape)
     times = [large // small for large, small in zip(a.shape[-b.ndim :], b.shape, strict=True)]
     repeated = np.tile(b, times)  # also rows shorter than a's, where numpy's broadcasting stops
-    close(evaluate(lambda bench: bench.builder.add(bench.input(a), bench.input(b))), a + repeated)
-    close(evaluate(lambda bench: bench.builder.mul(bench.input(a), bench.input(b))), a * repeated)
+    found = evaluate(lambda bench: getattr(bench.builder, operation)(bench.input(a), bench.input(b)))
+    close(found, ARITHMETIC[operation](a, repeated))
+
+
+@pytest.mark.parametrize(("low", "high"), [(-0.5, 1.0), (-np.inf, 0.25), (0.0, np.inf), (-np.inf, np.inf), (0.5, 0.5)])
+def test_clamp_bounds_rows_that_lie_apart_and_leaves_its_operand(low: float, high: float) -> None:
+    a = random(2, 3, 12)
+    bench = Bench()
+    whole = bench.input(a)
+    bounded = bench.builder.clamp(bench.builder.view(whole, (6, 3, 2), (48, 144), 8), low, high)
+    found, kept = bench.run_all(bounded, bench.builder.scale(whole, 1.0))
+    close(found, np.clip(a[..., 2:8], low, high), 0.0)
+    close(kept, a, 0.0)
+
+
+@pytest.mark.parametrize("value", [-np.inf, 0.0, 2.5])
+def test_fill_takes_the_shape_and_leaves_its_operand(value: float) -> None:
+    a = random(2, 3, 8)
+    bench = Bench(n_threads=2)
+    x = bench.input(a)
+    found, kept = bench.run_all(bench.builder.fill(x, value), bench.builder.scale(x, 1.0))
+    np.testing.assert_array_equal(found, np.full_like(a, value))
+    close(kept, a, 0.0)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-5, 1e-1])
+def test_layer_norm_centres_and_divides_each_row(eps: float) -> None:
+    a = random(3, 4, 16) + 2
+
+    def build(bench: Bench) -> Tensor:
+        return bench.builder.layer_norm(bench.builder.permute(bench.input(a), 0, 2, 1, 3), eps)
+
+    x = a.transpose(1, 0, 2).astype(np.float64)
+    close(evaluate(build), (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps))
 
 
 @pytest.mark.parametrize("kind", [F16, BF16])
 @pytest.mark.parametrize("second", [F32, None])
-def test_add_and_mul_take_half_floats(kind: TensorType, second: TensorType | None) -> None:
+@pytest.mark.parametrize("operation", ARITHMETIC)
+def test_arithmetic_takes_half_floats(operation: str, kind: TensorType, second: TensorType | None) -> None:
     a, b = random(3, 8), random(3, 8, seed=1)
-    bound = 3 * EPSILON[kind]
-    close(evaluate(lambda bench: bench.builder.add(bench.input(a, kind), bench.input(b, second or kind))), a + b, bound)
-    close(evaluate(lambda bench: bench.builder.mul(bench.input(a, kind), bench.input(b, second or kind))), a * b, bound)
+    b += np.sign(b)  # nothing is divided by almost nothing
+    found = evaluate(
+        lambda bench: getattr(bench.builder, operation)(bench.input(a, kind), bench.input(b, second or kind))
+    )
+    close(found, ARITHMETIC[operation](a, b), 3 * EPSILON[kind])
 
 
 def test_scale_tanh_and_silu() -> None:
@@ -67,6 +100,22 @@ def test_swiglu_and_geglu_gate_the_second() -> None:
 def test_repeat_copies_along_dimension_3() -> None:
     a = random(3, 4, 8)
     close(evaluate(lambda bench: bench.builder.repeat(bench.input(a), 5)), np.broadcast_to(a, (5, 3, 4, 8)))
+
+
+@pytest.mark.parametrize("times", [(1, 1, 1, 1), (2, 1, 3, 1), (1, 4, 1, 2), (3, 2, 2, 2)])
+def test_repeat_to_copies_along_every_dimension(times: tuple[int, int, int, int]) -> None:
+    a = random(2, 3, 4, 5)
+
+    def build(bench: Bench) -> Tensor:
+        rows = bench.builder.view(bench.input(a), (3, 4, 3, 2), (20, 80, 240), 4)
+        return bench.builder.repeat_to(rows, *(n * k for n, k in zip(rows.ne, times, strict=True)))
+
+    close(evaluate(build), np.tile(a[..., 1:4], times[::-1]), 0.0)
+
+
+def test_transpose_swaps_the_first_two() -> None:
+    a = random(2, 3, 4)
+    close(evaluate(lambda bench: bench.builder.cont(bench.builder.transpose(bench.input(a)))), a.transpose(0, 2, 1))
 
 
 def test_sum_rows_sums_each_row() -> None:
@@ -133,8 +182,10 @@ def test_mul_mat_takes_the_first_type_on_both_sides_and_permuted_rows(kind: Tens
 
 def test_reshape_keeps_the_order() -> None:
     a = random(4, 6)
+    close(evaluate(lambda bench: bench.builder.reshape(bench.input(a), 24)), a.reshape(24))
     close(evaluate(lambda bench: bench.builder.reshape(bench.input(a), 8, 3)), a.reshape(3, 8))
     close(evaluate(lambda bench: bench.builder.reshape(bench.input(a), 2, 3, 4)), a.reshape(4, 3, 2))
+    close(evaluate(lambda bench: bench.builder.reshape(bench.input(a), 2, 3, 2, 2)), a.reshape(2, 2, 3, 2))
 
 
 def test_views_take_one_to_three_dimensions() -> None:
@@ -240,6 +291,23 @@ def test_cast_changes_the_type_and_packs(source: TensorType, target: TensorType)
     close(evaluate(build), a.transpose(1, 0, 2), EPSILON[source] + EPSILON[target])
 
 
+@pytest.mark.parametrize("axes", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3)])
+def test_cast_cuts_f32_to_i32_and_back(axes: tuple[int, ...]) -> None:
+    a = random(3, 4, 8) * 1000
+    turned = a.transpose([2 - axes.index(2 - axis) for axis in range(3)])
+
+    def cut(bench: Bench) -> Tensor:
+        return bench.builder.cast(bench.builder.permute(bench.input(a), *axes), TensorType.I32)
+
+    def back(bench: Bench) -> Tensor:
+        whole = bench.input(np.trunc(a), TensorType.I32)
+        return bench.builder.cast(bench.builder.permute(whole, *axes), F32)
+
+    assert evaluate(cut).dtype == np.int32
+    close(evaluate(cut), np.trunc(turned), 0.0)
+    close(evaluate(back), np.trunc(turned), 0.0)
+
+
 @pytest.mark.parametrize("kind", [F32, F16, BF16, TensorType.I32, TensorType.I64, TensorType.I16, TensorType.I8])
 @pytest.mark.parametrize("dim", [0, 1, 2, 3])
 def test_concat_joins_along_each_dimension(kind: TensorType, dim: int) -> None:
@@ -333,6 +401,39 @@ def test_soft_max_masks_and_repeats_over_heads(kind: TensorType, mask_shape: tup
     close(evaluate(lambda bench: bench.builder.soft_max(bench.input(a), bench.input(mask, kind), 0.3)), expected)
 
 
+def test_soft_max_needs_no_mask() -> None:
+    a = random(2, 4, 10)
+    close(evaluate(lambda bench: bench.builder.soft_max(bench.input(a))), softmax(a.astype(np.float64)))
+    close(evaluate(lambda bench: bench.builder.soft_max(bench.input(a), scale=0.3)), softmax(a * np.float64(0.3)))
+
+
+def with_sinks(scores: npt.NDArray[np.float64], sinks: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """Softmax of [heads, rows, columns] with one more column a head, which is dropped."""
+    column = np.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))
+    return softmax(np.concatenate([scores, column], axis=-1))[..., :-1]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("height", [0.0, 30.0, -30.0])
+def test_sinks_take_part_in_the_sums_of_their_heads(masked: bool, height: float) -> None:
+    a, sinks = random(3, 4, 10), random(3, seed=1) + np.float32(height)
+    mask = np.where(random(4, 10, seed=2) > 0.5, -np.inf, 0).astype(np.float32)
+
+    def build(bench: Bench) -> Tensor:
+        given = bench.input(mask) if masked else None
+        return bench.builder.soft_max(bench.input(a), given, 0.3, sinks=bench.input(sinks))
+
+    close(evaluate(build, n_threads=2), with_sinks(a.astype(np.float64) * 0.3 + (mask if masked else 0), sinks))
+
+
+def test_a_fully_masked_row_with_a_sink_is_zero() -> None:
+    a, mask = random(3, 2, 10), np.full((2, 10), -np.inf)
+    found = evaluate(
+        lambda bench: bench.builder.soft_max(bench.input(a), bench.input(mask), 1.0, sinks=bench.input(np.zeros(3)))
+    )
+    close(found, np.zeros_like(a), 0.0)
+
+
 def test_a_fully_masked_row_is_nan_and_spoils_no_other() -> None:
     a, mask = random(3, 10), np.zeros((3, 10), np.float32)
     mask[1] = -np.inf
@@ -370,6 +471,39 @@ def test_rope_takes_f16_and_strided_heads() -> None:
     close(evaluate(build), rotate(a[:, 3:].astype(np.float64), positions * 1.0, 10000.0, neox=False), 3e-3)
 
 
+@pytest.mark.parametrize("mode", [ROPE_NORMAL, ROPE_NEOX])
+@pytest.mark.parametrize("n_dims", [8, 4])
+def test_rope_takes_the_heads_of_a_fused_row(mode: int, n_dims: int) -> None:
+    # 3 heads of q, 2 of k and 2 of v beside each other in one row
+    fused, positions = random(5, 7 * 8), np.array([3, 0, 9, 1, 4])
+    whole = fused.reshape(5, 7, 8).astype(np.float64)
+    for first, n_head in ((0, 3), (3, 2)):
+
+        def build(bench: Bench, first: int = first, n_head: int = n_head) -> Tensor:
+            row = bench.input(fused)
+            part = bench.builder.view(row, (8, n_head, 5), (8 * 4, row.nb[1]), first * 8 * 4)
+            return bench.builder.rope(part, bench.input(positions, TensorType.I32), Rope(n_dims, 1e4, mode))
+
+        part = whole[:, first : first + n_head]
+        turned = rotate(part[..., :n_dims], positions * 1.0, 1e4, neox=mode == ROPE_NEOX)
+        close(evaluate(build, n_threads=2), np.concatenate([turned, part[..., n_dims:]], axis=-1))
+
+
+@pytest.mark.parametrize("mode", [ROPE_NORMAL, ROPE_NEOX])
+def test_rope_rotates_the_end_of_each_head_where_that_is_a_view(mode: int) -> None:
+    # multi-head latent attention: 8 of 24 are rotated, the last ones
+    a, positions = random(5, 3, 24), np.array([3, 0, 9, 1, 4])
+
+    def build(bench: Bench) -> Tensor:
+        heads = bench.input(a)
+        end = bench.builder.view(heads, (8, 3, 5), heads.nb[1:3], 16 * 4)
+        turned = bench.builder.rope(end, bench.input(positions, TensorType.I32), Rope(8, 1e4, mode))
+        return bench.builder.concat(bench.builder.view(heads, (16, 3, 5), heads.nb[1:3], 0), turned, 0)
+
+    turned = rotate(a[..., 16:].astype(np.float64), positions * 1.0, 1e4, neox=mode == ROPE_NEOX)
+    close(evaluate(build), np.concatenate([a[..., :16], turned], axis=-1))
+
+
 FLASH_TYPES = [F32, F16, BF16, Q8_0, TensorType.Q4_0]
 
 
@@ -395,8 +529,24 @@ def test_flash_attention_takes_values_of_another_width(value_size: int) -> None:
     check_flash(F16, 4, 2, 3, n_rows=40, softcap=0.0, value_size=value_size)
 
 
+@pytest.mark.parametrize("height", [0.0, 30.0, -30.0])
+@pytest.mark.parametrize("n_rows", [80, 600])
+@pytest.mark.parametrize("n_tokens", [1, 3, 70])
+def test_flash_attention_takes_sinks(n_tokens: int, n_rows: int, height: float) -> None:
+    sinks = random(4, seed=3) + np.float32(height)
+    check_flash(F32, 4, 2, n_tokens, n_rows=n_rows, softcap=0.0, sinks=sinks)
+
+
 def check_flash(
-    kind: TensorType, heads: int, kv_heads: int, n_tokens: int, *, n_rows: int, softcap: float, value_size: int = 64
+    kind: TensorType,
+    heads: int,
+    kv_heads: int,
+    n_tokens: int,
+    *,
+    n_rows: int,
+    softcap: float,
+    value_size: int = 64,
+    sinks: npt.NDArray[np.float32] | None = None,
 ) -> None:
     size = 64
     q, k, v = (
@@ -409,13 +559,15 @@ def check_flash(
 
     def build(bench: Bench) -> Tensor:
         tensors = [bench.input(q), bench.input(k, kind), bench.input(v, kind), bench.input(mask, F16)]
-        return bench.builder.flash_attention(*tensors, 0.125, softcap=softcap)
+        given = None if sinks is None else bench.input(sinks)
+        return bench.builder.flash_attention(*tensors, 0.125, softcap=softcap, sinks=given)
 
     group = heads // kv_heads
     scores = np.einsum("hqd,hrd->hqr", q.astype(np.float64), np.repeat(k, group, axis=0)) * 0.125
     if softcap:
         scores = softcap * np.tanh(scores / softcap)
-    expected = np.einsum("hqr,hrd->qhd", softmax(scores + mask), np.repeat(v, group, axis=0))
+    weights = softmax(scores + mask) if sinks is None else with_sinks(scores + mask, sinks)
+    expected = np.einsum("hqr,hrd->qhd", weights, np.repeat(v, group, axis=0))
     found = evaluate(build, n_threads=2)
     # q is rounded to k's partner type, k and v to theirs; over f16 values single tokens are summed in f16
     bound = {F32: 1e-5, F16: 5e-3, BF16: 2e-2, Q8_0: 2e-2}.get(kind, 0.25)

@@ -120,3 +120,10 @@ def evaluate(build: Callable[[Bench], Tensor], *, n_threads: int = 1) -> npt.NDA
 def random(*shape: int, seed: int = 0) -> npt.NDArray[np.float32]:
     """Standard normal f32, always the same."""
     return np.random.default_rng([seed, math.prod(shape), *shape]).standard_normal(shape, np.float32)
+
+
+def close(found: npt.NDArray[np.generic], expected: npt.NDArray[np.generic], bound: float = 2e-6) -> None:
+    """Assert that the shapes are alike and the values, against the largest one expected or 1, within `bound`."""
+    assert found.shape == expected.shape
+    scale = max(1.0, float(np.abs(expected).max()))
+    assert np.abs(found.astype(np.float64) - expected).max() <= bound * scale

@@ -62,6 +62,19 @@ class Raw:
         ready()
         return self.base.ggml_rope_ext(self.ctx, a, positions, factors, n_dims, mode, 0, 1e4, 1.0, 0.0, 1.0, 32.0, 1.0)
 
+    def turned(self, kind: int, *ne: int) -> Any:
+        """Columns where rows should be."""
+        return self.base.ggml_transpose(self.ctx, self.tensor(kind, *ne))
+
+    def swapped(self, *ne: int) -> Any:
+        """f32 rows, dimensions 1 and 2 of which have changed places."""
+        return self.base.ggml_permute(self.ctx, self.tensor(F32, *ne), 0, 2, 1, 3)
+
+    def mul_mat_id(self, x: tuple[int, ...], ids: Any, kind: int = F32, x_kind: int = F32) -> Any:
+        experts, rows = self.tensor(kind, 32, 4, 6), self.tensor(x_kind, *x)
+        ready()
+        return self.base.ggml_mul_mat_id(self.ctx, experts, rows, ids)
+
     def flash(self, mask: Any, n_batch: int = 1) -> Any:
         q, k, v = self.tensor(F32, 8, 4, 2, n_batch), self.tensor(F16, 8, 6, 2), self.tensor(F16, 8, 6, 2)
         ready()
@@ -162,6 +175,77 @@ PROBES: dict[str, Callable[[Raw], Any]] = {
     "rms_norm of f16": lambda raw: raw.compute(raw.base.ggml_rms_norm(raw.ctx, raw.tensor(F16, 4), 1e-6)),
     "swiglu of other shapes": _after_ready(
         lambda raw: raw.base.ggml_swiglu_split(raw.ctx, raw.tensor(F32, 4), raw.tensor(F32, 5))
+    ),
+    "sub of shapes that do not repeat": _after_ready(
+        lambda raw: raw.base.ggml_sub(raw.ctx, raw.tensor(F32, 4), raw.tensor(F32, 3))
+    ),
+    "div of f32 by f16": lambda raw: raw.compute(raw.base.ggml_div(raw.ctx, raw.tensor(F32, 4), raw.tensor(F16, 4))),
+    "clamp of i32": lambda raw: raw.compute(raw.base.ggml_clamp(raw.ctx, raw.tensor(I32, 4), 0, 1)),
+    "clamp of columns": lambda raw: raw.compute(raw.base.ggml_clamp(raw.ctx, raw.turned(F32, 4, 3), 0, 1)),
+    "fill of i32": _after_ready(lambda raw: raw.base.ggml_fill(raw.ctx, raw.tensor(I32, 4), 0)),
+    "fill of columns": _after_ready(lambda raw: raw.base.ggml_fill(raw.ctx, raw.turned(F32, 4, 3), 0)),
+    "layer norm with a negative eps": lambda raw: raw.compute(raw.base.ggml_norm(raw.ctx, raw.tensor(F32, 4), -1.0)),
+    "layer norm of f16": lambda raw: raw.compute(raw.base.ggml_norm(raw.ctx, raw.tensor(F16, 4), 1e-6)),
+    "gelu of i32": lambda raw: raw.compute(raw.base.ggml_gelu(raw.ctx, raw.tensor(I32, 4))),
+    "relu of columns": _after_ready(lambda raw: raw.base.ggml_relu(raw.ctx, raw.turned(F32, 4, 3))),
+    "sqr of columns": lambda raw: raw.compute(raw.base.ggml_sqr(raw.ctx, raw.turned(F32, 4, 3))),
+    "sqrt of i32": lambda raw: raw.compute(raw.base.ggml_sqrt(raw.ctx, raw.tensor(I32, 4))),
+    "xielu of rows in another order": lambda raw: raw.compute(
+        raw.base.ggml_xielu(raw.ctx, raw.swapped(4, 3, 2), 1, 1, 1, 0)
+    ),
+    "swiglu of rows in another order": _after_ready(
+        lambda raw: raw.base.ggml_swiglu_split(raw.ctx, raw.swapped(4, 3, 2), raw.swapped(4, 3, 2))
+    ),
+    "reglu of i32": lambda raw: raw.compute(raw.base.ggml_reglu_split(raw.ctx, raw.tensor(I32, 4), raw.tensor(I32, 4))),
+    "swiglu_oai of other shapes": _after_ready(
+        lambda raw: raw.base.ggml_swiglu_oai(raw.ctx, raw.tensor(F32, 4), raw.tensor(F32, 5), 1, 1)
+    ),
+    "halves of columns": _after_ready(lambda raw: raw.base.ggml_swiglu(raw.ctx, raw.turned(F32, 4, 4))),
+    "argsort of f16": lambda raw: raw.compute(raw.base.ggml_argsort(raw.ctx, raw.tensor(F16, 6, 3), 1)),
+    "argsort of more than i32 counts": _after_ready(
+        lambda raw: raw.base.ggml_argsort(raw.ctx, raw.tensor(F32, 1 << 31), 1)
+    ),
+    "mul_mat_id of other row lengths": lambda raw: raw.mul_mat_id((33, 1, 3), raw.tensor(I32, 2, 3)),
+    "mul_mat_id of i64 ids": lambda raw: raw.mul_mat_id((32, 1, 3), raw.tensor(I64, 2, 3)),
+    "mul_mat_id of other tokens": lambda raw: raw.mul_mat_id((32, 1, 3), raw.tensor(I32, 2, 4)),
+    "mul_mat_id of rows that do not repeat": lambda raw: raw.mul_mat_id((32, 3, 3), raw.tensor(I32, 2, 3)),
+    "mul_mat_id of four dimensions": lambda raw: raw.mul_mat_id((32, 1, 3, 2), raw.tensor(I32, 2, 3)),
+    "mul_mat_id of an i32 weight": lambda raw: raw.compute(raw.mul_mat_id((32, 1, 3), raw.tensor(I32, 2, 3), kind=I32)),
+    "mul_mat_id of q4_0 by f16": lambda raw: raw.compute(
+        raw.mul_mat_id((32, 1, 3), raw.tensor(I32, 2, 3), kind=Q4_0, x_kind=F16)
+    ),
+    "add_id of other row lengths": _after_ready(
+        lambda raw: raw.base.ggml_add_id(
+            raw.ctx, raw.tensor(F32, 8, 2, 3), raw.tensor(F32, 9, 6), raw.tensor(I32, 2, 3)
+        )
+    ),
+    "add_id of f16": lambda raw: raw.compute(
+        raw.base.ggml_add_id(raw.ctx, raw.tensor(F16, 8, 2, 3), raw.tensor(F16, 8, 6), raw.tensor(I32, 2, 3))
+    ),
+    "add_id at the number of rows": lambda raw: raw.compute(
+        raw.base.ggml_add_id(raw.ctx, raw.tensor(F32, 8, 1, 1), raw.tensor(F32, 8, 6), raw.ids(I32, 6))
+    ),
+    "repeat to no multiple": _after_ready(
+        lambda raw: raw.base.ggml_repeat_4d(raw.ctx, raw.tensor(F32, 4, 2), 4, 3, 1, 1)
+    ),
+    "repeat of columns": lambda raw: raw.compute(raw.base.ggml_repeat_4d(raw.ctx, raw.turned(F32, 4, 3), 3, 8, 1, 1)),
+    "repeat of i64": lambda raw: raw.compute(raw.base.ggml_repeat_4d(raw.ctx, raw.tensor(I64, 4), 8, 1, 1, 1)),
+    "cast of i32 to f16": lambda raw: raw.compute(raw.base.ggml_cast(raw.ctx, raw.tensor(I32, 4), F16)),
+    "set_rows with f32 ids": _after_ready(
+        lambda raw: raw.base.ggml_set_rows(raw.ctx, raw.tensor(F32, 4, 3), raw.tensor(F32, 4, 2), raw.tensor(F32, 2))
+    ),
+    "set_rows of other batches": _after_ready(
+        lambda raw: raw.base.ggml_set_rows(
+            raw.ctx, raw.tensor(F32, 4, 3, 2), raw.tensor(F32, 4, 2, 3), raw.tensor(I64, 2, 3)
+        )
+    ),
+    "soft_max with sinks of other heads": _after_ready(
+        lambda raw: raw.base.ggml_soft_max_add_sinks(
+            raw.base.ggml_soft_max_ext(raw.ctx, raw.tensor(F32, 4, 3, 2), ffi.NULL, 1.0, 0.0), raw.tensor(F32, 3)
+        )
+    ),
+    "flash attention with f16 sinks": lambda raw: raw.base.ggml_flash_attn_ext_add_sinks(
+        raw.flash(raw.tensor(F16, 6, 4)), raw.tensor(F16, 2)
     ),
     "get_rows at the number of rows": lambda raw: raw.compute(
         raw.base.ggml_get_rows(raw.ctx, raw.tensor(F32, 4, 3), raw.ids(I32, 3))

@@ -1,0 +1,51 @@
+"""`olmoe`: OLMoE.
+
+Norms over all heads of q and of k at once, experts whose weights are not normalised. Muennighoff et al. 2024,
+arXiv:2409.02060; llama.cpp's src/models/olmoe.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ggml_engine.ggml.ops import ROPE_NEOX, Tensor
+from ggml_engine.models.architecture import Architecture, attention_weights, embedding_and_output, norm
+from ggml_engine.models.blocks import ModelGraph
+from ggml_engine.models.config import Hyperparameters
+from ggml_engine.models.decoder import pre_norm_decoder
+from ggml_engine.models.expert_ffn import expert_ffn, expert_weights
+from ggml_engine.models.experts import Gating, read_experts
+from ggml_engine.models.metadata import MetadataReader
+from ggml_engine.models.uniform import read_uniform
+from ggml_engine.models.weights import TensorSpec
+
+
+def hyperparameters(reader: MetadataReader) -> Hyperparameters:
+    """Read and check."""
+    hp = read_uniform(reader, ROPE_NEOX)
+    experts = read_experts(
+        reader, hp.n_layer, n_ff=hp.n_ff[0], gating=Gating.SOFTMAX, normalised=False, weight_scale=1.0
+    )
+    return replace(hp, experts=experts)
+
+
+def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:
+    """What the file must and may have."""
+    specs = embedding_and_output(hp, tied=False)
+    for il in range(hp.n_layer):
+        specs += norm(hp, "attn_norm", il)
+        specs += attention_weights(hp, il, biases=True, output_bias=False)
+        specs += norm(hp, "attn_q_norm", il, n=hp.n_head[il] * hp.n_embd_head_k[il])
+        specs += norm(hp, "attn_k_norm", il, n=hp.n_head_kv[il] * hp.n_embd_head_k[il])
+        specs += norm(hp, "ffn_norm", il)
+        specs += expert_weights(hp, il)
+    return specs
+
+
+def graph(g: ModelGraph) -> Tensor | None:
+    """Logits of the tokens that want them."""
+    return pre_norm_decoder(g, lambda g, x, il: g.self_attention(x, il), expert_ffn)
+
+
+ARCHITECTURE = Architecture("olmoe", hyperparameters, tensors, graph)
