@@ -84,7 +84,8 @@ def run(ctx: click.Context, /, **values: Any) -> int:
     if prompt is None:
         from ggml_engine.cli.chat_loop import chat  # noqa: PLC0415 - most runs do not chat
 
-        with _loaded(values["model"], load_options(values)) as engine:
+        with _loaded(values) as engine:
+            _tell_engine(engine, values)
             return chat(engine, config, values["system"], quiet=values["quiet"])
     if config.sampler.seed is None and not config.sampler.is_greedy:
         # drawn here, so that --json can tell it
@@ -94,7 +95,7 @@ def run(ctx: click.Context, /, **values: Any) -> int:
     begun = time.perf_counter()
     with Interrupts() as interrupts:
         try:
-            with _loaded(values["model"], load_options(values), lambda: interrupts.requested) as engine:
+            with _loaded(values, lambda: interrupts.requested) as engine:
                 load_s = time.perf_counter() - begun
                 return _answer(engine, prompt, config, values, interrupts, load_s)
         except CancelledError:
@@ -111,12 +112,18 @@ def load_engine(model: str, **options: Any) -> Engine:
     return Engine.load(model, **options)
 
 
-def _loaded(model: str, options: dict[str, Any], cancel: Callable[[], bool] | None = None) -> Engine:
+def _loaded(values: dict[str, Any], cancel: Callable[[], bool] | None = None) -> Engine:
     bar = output.ProgressLine("loading", output.mib)
     try:
-        return load_engine(model, progress=bar, cancel=cancel, **options)
+        return load_engine(values["model"], progress=bar, cancel=cancel, **load_options(values))
     finally:
         bar.clear()
+
+
+def _tell_engine(engine: Engine, values: dict[str, Any]) -> None:
+    """One line on which engine was taken and why, where the user did not name it."""
+    if values["engine"] == "auto" and not values["quiet"]:
+        click.echo(f"engine {engine.kind}: {engine.reason}", err=True)
 
 
 def _check(ctx: click.Context) -> None:
@@ -161,6 +168,7 @@ def _answer(
     if values["as_json"]:
         stream.write(output.json_text(_result(engine, generation, config, values, load_s)))
     stream.write("\n")
+    _tell_engine(engine, values)
     if not values["quiet"]:
         click.echo(output.statistics_line(generation, executor), err=True)
     return INTERRUPTED if interrupts.requested else 0
@@ -194,6 +202,7 @@ def _result(
             "path": engine.file.path,
             "name": metadata.get("general.name"),
             "architecture": metadata.get("general.architecture"),
+            "engine": engine.kind,
         },
         "options": {
             **output.plain_options(config),

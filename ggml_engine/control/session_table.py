@@ -87,7 +87,8 @@ class SessionTable(ABC):
     def rewind(self, state: SessionState, to: int) -> int:
         """Drop what a session holds from position `to` on, its pending token too; the new position.
 
-        Raises SessionError (poisoned, busy, closed) and PositionError, with nothing changed.
+        Raises SessionError (poisoned, busy, closed), PositionError, and RewindError where the executor's memory cannot,
+        with nothing changed.
         """
         if state.status is SessionStatus.POISONED:
             raise PoisonedError(state.refusal())
@@ -107,12 +108,15 @@ class SessionTable(ABC):
         snapshots = [state for state in self._sessions.values() if state.is_snapshot and state.active is None]
         if not snapshots:
             return False
-        oldest = min(snapshots, key=lambda state: state.last_use)
-        self._sessions.pop(oldest.number)
-        oldest.status = SessionStatus.EVICTED
-        oldest.trouble = "others needed its cells"
-        try:
-            self.executor.close(oldest.sequence)
-        except Exception:  # those who need its cells are not to blame
-            log.exception("a snapshot could not be closed")
+        self._evict(min(snapshots, key=lambda state: state.last_use))
         return True
+
+    def _evict(self, state: SessionState) -> None:
+        """Give up a session for its cells, which others need."""
+        self._sessions.pop(state.number)
+        state.status = SessionStatus.EVICTED
+        state.trouble = "others needed its cells"
+        try:
+            self.executor.close(state.sequence)
+        except Exception:  # those who need its cells are not to blame
+            log.exception("a session could not be closed")

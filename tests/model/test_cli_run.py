@@ -17,6 +17,7 @@ S = str(smollm2())
 # one thread: several spin, and slow each other down where the machine is busy
 GREEDY = ("--greedy", "--threads", "1")
 STATISTICS = re.compile(
+    r"engine native: there is a graph for '\w+' models\r?\n"
     r"prompt (\d+) tokens \((\d+) reused\) \| generated (\d+) \| first token (?:[\d.]+ s|none) \| prefill [\d.]+ tokens/s"
     r" \| decode [\d.]+ tokens/s \| cells (\d+)/(\d+) \| K/V [\d.]+ of [\d.]+ MiB\n"
 )
