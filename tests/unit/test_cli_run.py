@@ -149,7 +149,9 @@ def test_json_is_one_object_with_everything_and_the_seed_in_use(engine, capsys) 
     assert out.endswith("}\n")
     result = json.loads(out)
     assert (result["text"], result["tokens"], result["reason"]) == ("é🎉\n", [0, 1], "finished")
-    assert result["model"] == {"path": "fake.gguf", "name": "Fake", "architecture": "llama"}
+    assert result["model"] == {
+        "path": "fake.gguf", "name": "Fake", "architecture": "llama", "engine": "native",
+    }  # fmt: skip
     assert result["stats"]["prompt_tokens"] == 7
     assert result["stats"]["kv_capacity_bytes"] == 12 << 20
     assert result["stats"]["load_s"] >= 0
