@@ -28,13 +28,15 @@ class Row:
     """`name` says which form; it begins with the architecture.
 
     `tolerance` gives the reason why logits are not libllama's bytes (then their normalised mean squared error is
-    under 1e-6). `memory` is "attention" where any token can be cut off, "recurrent" or "hybrid" where it cannot,
-    "none" for encoders.
+    under 1e-6). `refused` is what the refusal says where the engine has a graph for the architecture but not for this
+    form of it. `memory` is "attention" where any token can be cut off, "recurrent" or "hybrid" where it cannot, "none"
+    for encoders.
     """
 
     name: str
     model: SavedModel
     tolerance: str = ""
+    refused: str = ""
     memory: str = "attention"
 
     @property
@@ -66,6 +68,7 @@ def _row(
     architecture: str = "",
     norm: str = "rms",
     tolerance: str = "",
+    refused: str = "",
     memory: str = "attention",
     **options: Any,
 ) -> None:
@@ -76,7 +79,7 @@ def _row(
         architecture or name, {key: value for key, value in merged.items() if value is not None}, **options
     )
     assert name not in ROWS
-    ROWS[name] = Row(name, model, tolerance, memory)
+    ROWS[name] = Row(name, model, tolerance, refused, memory)
 
 
 EXPERTS: dict[str, Any] = {"expert_count": 4, "expert_used_count": 2}
@@ -103,7 +106,8 @@ _row("llama linear", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
      drop=("rope_freqs", *OPTIONAL_BIASES))  # fmt: skip
 _row("llama heads of 32, q4_0", HEADS_OF_32, architecture="llama", drop=("rope_freqs", *OPTIONAL_BIASES),
      types={"weight": "Q4_0"})  # fmt: skip
-_row("llama experts", EXPERTS, architecture="llama", drop=("rope_freqs", *OPTIONAL_BIASES))
+_row("llama experts", EXPERTS, architecture="llama", drop=("rope_freqs", *OPTIONAL_BIASES),
+     refused="with experts")  # fmt: skip
 _row("mistral3", {**YARN, "rope.scaling.yarn_log_multiplier": 1.0, "rope.scaling.yarn_beta_fast": 32.0,
      "rope.scaling.yarn_beta_slow": 1.0, "attention.temperature_scale": 0.1},
      drop=("rope_freqs", *OPTIONAL_BIASES))  # fmt: skip
@@ -247,14 +251,16 @@ _DELTA: dict[str, Any] = {
 }
 _row("qwen3next", {**_DELTA, **EXPERT_FF, "expert_shared_feed_forward_length": 48}, memory="hybrid")
 _row("qwen35", {**_DELTA, "rope.dimension_sections": [3, 3, 2, 0]}, memory="hybrid")
-_row("rwkv7", {**_NO_HEADS, "feed_forward_length": N_FF, "wkv.head_size": 16, "attention.decay_lora_rank": 8,
+# heads of 16 are narrower than what the kernel takes at once: its tokens then see those that follow
+_row("rwkv7", {**_NO_HEADS, "feed_forward_length": N_FF, "wkv.head_size": 32, "attention.decay_lora_rank": 8,
      "attention.iclr_lora_rank": 8, "attention.value_residual_mix_lora_rank": 8, "attention.gate_lora_rank": 8},
      norm="layer", memory="recurrent")  # fmt: skip
 
 # ---- encoders
 
 _row("bert", {"attention.head_count_kv": N_HEAD, "attention.causal": False, "pooling_type": 1,
-     "tokenizer.ggml.token_type_count": 2}, norm="layer", memory="none", tokenizer="bert",
+     "tokenizer.ggml.token_type_count": 2, "tokenizer.ggml.cls_token_id": 1,
+     "tokenizer.ggml.seperator_token_id": 2, "tokenizer.ggml.mask_token_id": 3}, norm="layer", memory="none", tokenizer="bert",
      drop=(r"attn_[qk]_norm", r"^cls"))  # fmt: skip
 
 
@@ -264,7 +270,6 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 @cache
-def model_file(name: str, *, saver: bool = False) -> Path:
-    """The file of a row, made once in a process and removed at its end; `saver` as in `write_model`."""
-    path = Path(_folder().name) / f"{name}{' saved' if saver else ''}.gguf"
-    return write_model(ROWS[name].model, path, saver=saver)
+def model_file(name: str) -> Path:
+    """The file of a row, made once in a process and removed at its end."""
+    return write_model(ROWS[name].model, Path(_folder().name) / f"{name}.gguf")

@@ -6,7 +6,9 @@ for others: one q/k/v weight in the place of three, gate and up of experts in on
 not have, and can put q, k and v together. Two files can be written:
 
 * `write_model`: those tensors with the metadata as given, which is what a converter writes;
-* `write_model(saver=True)`: the file of `llama_model_save_to_file`, which has libllama's own reading of the metadata.
+* `write_model(saver=True)`: the file of `llama_model_save_to_file`, which has libllama's own reading of the metadata and
+  every tensor. libllama does not save apertus, leaves out keys that gemma4 needs, and writes ten times deepseek2's
+  YaRN multiplier: these files are another model or none.
 
 libllama ends the process on metadata that it cannot take, so both run in a child. Same arguments, same bytes.
 Metadata of each architecture: `architecture_rows`. Contents of tensors: `random_tensors`.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import re
 import subprocess
 import sys
@@ -67,7 +70,8 @@ def write_model(model: SavedModel, path: Path, *, saver: bool = False) -> Path:
     """Writes the file. Raises MakerError with what libllama said when it makes no such model."""
     spec = json.dumps({"model": asdict(model), "path": str(path), "saver": saver})
     command = [sys.executable, str(Path(__file__)), spec]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    quiet = os.environ | {"GGML_NO_BACKTRACE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=quiet)
     if done.returncode:
         said = "\n".join(done.stderr.splitlines()[-12:])
         raise MakerError(f"libllama makes no {model.architecture} of this (exit {done.returncode}):\n{said}")
@@ -88,10 +92,12 @@ class _InitParams(ctypes.Structure):
 
 
 def _add_metadata(writer: gguf.GGUFWriter, model: SavedModel) -> None:
-    """Tokenizer (none where the model asks for none) and the model's own keys."""
+    """Tokenizer and the model's own keys."""
     writer.add_vocab_size(VOCAB)
     texts, scores, kinds = tokens(VOCAB)
     writer.add_tokenizer_model(model.tokenizer)
+    if model.tokenizer == "bert":  # it has no bytes
+        kinds = [int(gguf.TokenType.NORMAL) if kind == gguf.TokenType.BYTE else kind for kind in kinds]
     writer.add_token_list(texts)
     writer.add_token_scores(scores)
     writer.add_token_types(kinds)
@@ -165,7 +171,7 @@ def _fused(tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
 
 
 def _make(model: SavedModel, path: Path, saver: bool) -> None:
-    from llama_cpp import llama_cpp as llama  # noqa: PLC0415 (only a child needs it)
+    from llama_cpp import llama_cpp as llama
 
     folder = Path(llama.__file__).parent / "lib"
     base = ctypes.CDLL(str(next(folder.glob("libggml-base.*"))))
