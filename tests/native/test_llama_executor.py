@@ -300,9 +300,8 @@ def test_a_step_may_be_smaller_than_the_number_of_sequences(tmp_path: Path) -> N
 
 
 def test_encoders_are_refused() -> None:
-    for name in ("bert",):
-        with pytest.raises(UnsupportedArchitectureError, match="only decoders"), libllama_running(model_file(name)):
-            pass
+    with pytest.raises(UnsupportedArchitectureError, match="'bert'.*only decoders"), libllama_running(model_file("bert")):
+        pass
 
 
 REFUSED: dict[str, tuple[Any, type[ModelError], str]] = {
@@ -324,7 +323,7 @@ REFUSED: dict[str, tuple[Any, type[ModelError], str]] = {
     "an architecture of nobody": (
         lambda f: set_key(f, "general.architecture", "llama9"), HyperparameterError, "llama9.block_count",
     ),
-    "a missing tensor": (lambda f: drop_tensors(f, "blk.1.attn_q"), ModelError, "missing tensor 'blk.1.attn_q.weight'"),
+    "a missing tensor": (lambda f: drop_tensors(f, "blk.1.attn_q"), ModelError, "blk.1.attn_q.weight' not found"),
 }  # fmt: skip
 
 
