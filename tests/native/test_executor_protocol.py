@@ -154,7 +154,9 @@ def test_a_clone_at_the_end_costs_no_cell_and_both_go_their_own_way(executor: Ex
         assert_near(found, np.stack([other[21 + at], own[21 + at]]))
     executor.close(source)
     assert executor.free_cells == executor.capacity - 30
-    assert_near(feed(executor, clone, TOKENS[2][:3]), cold(executor, TOKENS[0][:21] + TOKENS[1][:9] + TOKENS[2][:3])[30:])
+    assert_near(
+        feed(executor, clone, TOKENS[2][:3]), cold(executor, TOKENS[0][:21] + TOKENS[1][:9] + TOKENS[2][:3])[30:]
+    )
 
 
 @pytest.mark.parametrize("upto", [0, 1, 9, 20])

@@ -79,9 +79,9 @@ def test_what_the_engines_cannot_do_is_refused_with_what_can(tmp_path: Path) -> 
     path = write_llama(tmp_path / "model.gguf")
     with pytest.raises(UnsupportedArchitectureError, match="engine 'llama' runs what libllama does"):
         load(model_file("mamba"), engine="native")
-    with pytest.raises(OptionError, match="deterministic mode.*no graph for 'mamba'"):
+    with pytest.raises(OptionError, match=r"deterministic mode.*no graph for 'mamba'"):
         load(model_file("mamba"), engine="auto", deterministic=True)
-    with pytest.raises(OptionError, match="deterministic mode.*asked for"):
+    with pytest.raises(OptionError, match=r"deterministic mode.*asked for"):
         load(path, deterministic=True)
     with pytest.raises(OptionError, match="engine is auto, native or llama, asked for 'cpp'"):
         load(path, engine="cpp")

@@ -160,7 +160,7 @@ def test_an_abort_stops_a_forward_natively_and_it_can_be_run_again(tmp_path: Pat
         tokens = np.random.default_rng(0).integers(3, VOCAB, 512).tolist()
         timer = threading.Timer(0.02, executor.abort)
         timer.start()
-        with pytest.raises(AbortedError, match="512 tokens in libllama.*told to stop"):
+        with pytest.raises(AbortedError, match=r"512 tokens in libllama.*told to stop"):
             executor.forward(Batch.of_sequence(sequence, tokens))
         timer.join()
         assert (executor.length(sequence), executor.free_cells) == (0, 512)
@@ -300,7 +300,10 @@ def test_a_step_may_be_smaller_than_the_number_of_sequences(tmp_path: Path) -> N
 
 
 def test_encoders_are_refused() -> None:
-    with pytest.raises(UnsupportedArchitectureError, match="'bert'.*only decoders"), libllama_running(model_file("bert")):
+    with (
+        pytest.raises(UnsupportedArchitectureError, match=r"'bert'.*only decoders"),
+        libllama_running(model_file("bert")),
+    ):
         pass
 
 
@@ -369,7 +372,11 @@ def test_a_closed_executor_says_so(tmp_path: Path) -> None:
         sequence = executor.open()
         executor.close_all()
         executor.close_all()
-        for call in (executor.open, lambda: executor.close(sequence), lambda: executor.forward(Batch.of_sequence(sequence, [5]))):
+        for call in (
+            executor.open,
+            lambda: executor.close(sequence),
+            lambda: executor.forward(Batch.of_sequence(sequence, [5])),
+        ):
             with pytest.raises(ClosedError):
                 call()
         model.free()
