@@ -30,8 +30,15 @@ def check_for_libllama(file: GGUFFile) -> None:
         raise UnsupportedArchitectureError(f"{file.path} does not say which architecture it holds")
     _check_integer(file, f"{name}.block_count", 1, _MAX_LAYERS, is_needed=True)
     _check_integer(file, f"{name}.expert_count", 0, _MAX_EXPERTS)
-    _check_integer(file, f"{name}.expert_used_count", 0, _MAX_EXPERTS)
+    n_experts = file.metadata.get(f"{name}.expert_count", 0)
+    least, most = (1, int(n_experts)) if isinstance(n_experts, int) and n_experts else (0, 0)
+    _check_integer(file, f"{name}.expert_used_count", least, most, is_needed=bool(least))
     _check_integer(file, f"{name}.context_length", 1, 2**31 - 1)
+    _check_integer(file, f"{name}.attention.sliding_window", 0, 2**31 - 1)
+    for key in (f"{name}.rope.dimension_count", f"{name}.rope.dimension_count_swa"):
+        _check_integer(file, key, 2, 2**31 - 1)
+        if isinstance(n_rot := file.metadata.get(key), int) and n_rot % 2:
+            raise HyperparameterError(key, f"must be even, is {n_rot}")
     for key, value in file.metadata.items():
         if key.startswith(f"{name}.") and isinstance(value, float) and not math.isfinite(value):
             raise HyperparameterError(key, f"must be a finite number, is {value}")

@@ -1,7 +1,7 @@
 """`LlamaModel`: weights that libllama loads and computes with, for what has no graph here.
 
-Owns the native model. libllama ends the process on some files that it cannot run: `check_for_libllama` refuses these
-before it sees them.
+Owns the native model. libllama ends the process on some files that it cannot run: `check_for_libllama` refuses what is
+known to do so, and `rehearse` finds the rest in a child process.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from ggml_engine.ggml.backends import choose_device
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.library import Libraries, captured_log, ffi, load, running_graph
 from ggml_engine.ggml.llama_checks import check_for_libllama
+from ggml_engine.ggml.llama_rehearsal import rehearse
 
 __all__ = ["LlamaModel"]
 
@@ -57,15 +58,18 @@ class LlamaModel:
         device: str = "auto",
         gpu_layers: int | None = None,
         mmap: bool = True,
+        rehearsed: bool = True,
         progress: Callable[[int, int], object] | None = None,
         cancel: Callable[[], bool] | None = None,
     ) -> LlamaModel:
-        """Let libllama load an open file; options as in `load_model`.
+        """Let libllama load an open file; options as in `load_model`. `rehearsed` tries it in a child process first.
 
         Raises ModelError and its kinds, with libllama's reason where it gives one, DeviceError and CancelledError;
         UnsupportedArchitectureError for an encoder, which generates nothing.
         """
         check_for_libllama(file)
+        if rehearsed:
+            rehearse(file)
         libraries = load()
         chosen = choose_device(libraries, device)
         llama = libraries.llama

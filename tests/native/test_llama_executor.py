@@ -40,6 +40,7 @@ from ggml_engine.executor.llama_options import LlamaOptions
 from ggml_engine.executor.prepared import EmbeddingInput
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.llama_model import LlamaModel
+from ggml_engine.ggml.llama_rehearsal import rehearse
 
 ROUNDED = 1e-1  # see test_executor_protocol
 TOKENS: list[list[int]] = np.random.default_rng(3).integers(3, VOCAB, (4, 240)).tolist()
@@ -311,6 +312,15 @@ REFUSED: dict[str, tuple[Any, type[ModelError], str]] = {
     "no layers": (lambda f: set_key(f, "llama.block_count", 0), HyperparameterError, "block_count"),
     "too many layers": (lambda f: set_key(f, "llama.block_count", 513), HyperparameterError, "512"),
     "too many experts": (lambda f: set_key(f, "llama.expert_count", 2**31), HyperparameterError, "expert_count"),
+    "experts and none used": (lambda f: set_key(f, "llama.expert_count", 4), HyperparameterError, "expert_used_count"),
+    "used experts and none there": (
+        lambda f: set_key(f, "llama.expert_used_count", 4), HyperparameterError, "must be 0 to 0, is 4",
+    ),
+    "a rotation of nothing": (lambda f: set_key(f, "llama.rope.dimension_count", 0), HyperparameterError, "2 to"),
+    "a rotation of one and a half": (lambda f: set_key(f, "llama.rope.dimension_count", 3), HyperparameterError, "even"),
+    "a window beyond all": (
+        lambda f: set_key(f, "llama.attention.sliding_window", 2**31), HyperparameterError, "sliding_window",
+    ),
     "a base that is no number": (
         lambda f: set_key(f, "llama.rope.freq_base", float("nan")), HyperparameterError, "finite",
     ),
@@ -339,6 +349,18 @@ def test_files_that_libllama_would_not_survive_do_not_reach_it(fault: str, tmp_p
     forge.write(path)
     with pytest.raises(kind, match=said), libllama_running(path):
         pass
+
+
+def test_a_file_that_ends_a_process_in_libllama_ends_a_child(tmp_path: Path) -> None:
+    forge = taken_apart(write_llama(tmp_path / "whole.gguf"))
+    set_key(forge, "llama.rope.scaling.type", "strange")
+    forge.write(tmp_path / "model.gguf")
+    said = r"ends a process in libllama, tried in a child \(exit -6\).*GGML_ASSERT"
+    with GGUFFile.open(tmp_path / "model.gguf") as file, pytest.raises(ModelError, match=said):
+        LlamaModel.load(file, device="cpu")
+    for name in ("mamba", "bert", "gpt-oss"):
+        with GGUFFile.open(model_file(name)) as file:
+            rehearse(file)
 
 
 def test_an_architecture_that_nobody_knows_is_told(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def batch_of(parts: Sequence[tuple[int, Sequence[int]]], order: Sequence[int] | 
 def libllama_running(path: Path, **options: Any) -> Iterator[LlamaExecutor]:
     """As `running`, in libllama's own context."""
     with GGUFFile.open(path) as file:
-        model = LlamaModel.load(file, device="cpu")
+        model = LlamaModel.load(file, device="cpu", rehearsed=False)  # half a second that most tests do without
         try:
             executor = LlamaExecutor(model, LlamaOptions(**{"threads": 1, "attention": "matmul", **options}))
             try:
