@@ -239,7 +239,7 @@ def test_bad_steps_are_refused_with_nothing_changed(name: str, executor: Executo
         bad.append((Batch.of_sequence(sequence, [5] * (MOST + 1)), InputError))
         bad += [(Batch.of_sequence(sequence, [token]), InputError) for token in (-1, VOCAB, 2**31 - 1)]
     for batch, kind in bad:
-        with pytest.raises(kind):
+        with pytest.raises(kind, match=r"sequence|position|token ids must be|max_batch_tokens"):
             executor.forward(batch)
         assert (executor.length(sequence), executor.free_cells) == (5, CAPACITY - 5)
     assert_near(feed(executor, sequence, TOKENS[0][5:9]), cold(executor, TOKENS[0][:9])[5:])

@@ -112,6 +112,17 @@ def test_what_libllama_gives_to_others_is_kept(tmp_path: Path) -> None:  # R65
         assert executor.free_cells == 0
 
 
+def test_windows_are_at_full_size(tmp_path: Path) -> None:  # R65
+    path = write_gemma3(tmp_path / "model.gguf", window=8, context_length=2048)
+    tokens = np.random.default_rng(1).integers(3, VOCAB, 900).tolist()
+    with libllama_running(path, capacity=1024, max_batch_tokens=64) as executor:
+        sequence = executor.open()
+        feed(executor, sequence, tokens, 64)
+        executor.rewind(sequence, 20)
+        found = feed(executor, sequence, TOKENS[0][:9])
+    assert np.abs(found - of_a_run(path, tokens[:20] + TOKENS[0][:9])[20:]).max() < ROUNDED
+
+
 @pytest.mark.parametrize("name", ["gemma3", "mamba"])
 def test_cells_and_states_are_given_back_and_taken_again_for_long(name: str) -> None:
     path = model_file(name)
