@@ -22,6 +22,8 @@ EngineError
 ├── OptionError                      an option, or a combination of options, is not possible
 ├── CacheError                       the cell cache refused; nothing was changed
 │   ├── PoolFullError                not enough free cells (needed, free, capacity)
+│   │   └── SequenceLimitError       not enough sequences that may have tokens at once
+│   ├── RewindError                  the memory of this model cannot go back to that position
 │   ├── UnknownSequenceError         no open sequence has this id
 │   ├── PositionError                positions do not continue their sequence
 │   └── StepError                    a step was used out of order (not declared, placed twice, stale)
@@ -177,6 +179,18 @@ class PoolFullError(CacheError):
 
     def __reduce__(self) -> tuple[type[PoolFullError], tuple[int, int, int, str]]:
         return type(self), (self.needed, self.free, self.capacity, self.what)
+
+
+class SequenceLimitError(PoolFullError):
+    """No more sequences may have tokens at once. All three figures are in sequences."""
+
+    def __init__(self, needed: int, free: int, capacity: int) -> None:
+        super().__init__(needed, free, capacity)
+        self.args = (f"the step needs {needed} more sequences, {free} of {capacity} can be had",)
+
+
+class RewindError(CacheError):
+    """The memory of this model cannot go back to that position: a recurrent state is that of the last token alone."""
 
 
 class UnknownSequenceError(CacheError):

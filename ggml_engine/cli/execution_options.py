@@ -16,10 +16,19 @@ EXECUTION: Final = "Model and execution"
 
 KV_TYPES: Final = ("f32", "f16", "bf16", "q8_0", "q4_0")
 CACHE_KINDS: Final = ("batched_cell", "sequence")
+ENGINES: Final = ("auto", "native", "llama")
 ATTENTION_FORMS: Final = ("auto", "flash", "matmul")
 MAX_THREADS: Final = 512
 
 execution_options = together(
+    option(
+        "--engine",
+        section=EXECUTION,
+        type=click.Choice(ENGINES),
+        default="auto",
+        show_default=True,
+        help="Our graphs, or libllama's own context; auto is native where there is a graph for the model.",
+    ),
     option(
         "--ctx",
         section=EXECUTION,
@@ -103,7 +112,7 @@ execution_options = together(
     ),
 )
 LOAD_OPTIONS: Final = (
-    "ctx", "threads", "device", "gpu_layers", "mmap", "kv_type", "cache_kind", "attention",
+    "engine", "ctx", "threads", "device", "gpu_layers", "mmap", "kv_type", "cache_kind", "attention",
     "max_batch_tokens", "deterministic",
 )  # fmt: skip
 

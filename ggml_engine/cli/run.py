@@ -70,6 +70,7 @@ def run(ctx: click.Context, /, **values: Any) -> int:
         from ggml_engine.cli.chat_loop import chat  # noqa: PLC0415 - most runs do not chat
 
         with loaded(values["model"], load_options(values)) as engine:
+            tell_engine(engine, values)
             return chat(engine, config, values["system"], quiet=values["quiet"])
     if config.sampler.seed is None and not config.sampler.is_greedy:
         # drawn here, so that --json can tell it
@@ -105,6 +106,12 @@ def loaded(model: str, options: dict[str, Any], cancel: Callable[[], bool] | Non
         bar.clear()
 
 
+def tell_engine(engine: Engine, values: dict[str, Any]) -> None:
+    """One line on which engine was taken and why, where the user did not name it."""
+    if values["engine"] == "auto" and not values["quiet"]:
+        click.echo(f"engine {engine.kind}: {engine.reason}", err=True)
+
+
 def _prompt(ctx: click.Context) -> str | None:
     """The prompt, or None for a chat."""
     argument, path = ctx.params["prompt"], ctx.params["prompt_file"]
@@ -138,6 +145,7 @@ def _answer(
     if values["as_json"]:
         stream.write(output.json_text(_result(engine, generation, config, values, load_s)))
     stream.write("\n")
+    tell_engine(engine, values)
     if not values["quiet"]:
         click.echo(output.statistics_line(generation, executor), err=True)
     return INTERRUPTED if interrupts.requested else 0
@@ -171,6 +179,7 @@ def _result(
             "path": engine.file.path,
             "name": metadata.get("general.name"),
             "architecture": metadata.get("general.architecture"),
+            "engine": engine.kind,
         },
         "options": {
             **output.plain_options(config),

@@ -140,6 +140,8 @@ class Scheduler(ImageTable):
         self._check_room(int(tokens.size))
         kept = min(common_prefix(state.tokens, tokens.tolist()), int(tokens.size) - 1)
         if kept < state.position:
+            if not self.executor.can_rewind(state.sequence, kept):
+                kept = 0
             self.executor.rewind(state.sequence, kept)
             del state.tokens[kept:]
         state.pending = None
@@ -437,12 +439,19 @@ class Scheduler(ImageTable):
             return admitted[-1]
 
     def _give_up(self, running: Running, error: EngineError) -> None:
-        """End a generation for lack of cells or memory; its session goes back to where it was before it began."""
+        """End a generation for lack of cells or memory; its session goes back to where it was before it began.
+
+        Where the executor's memory cannot, the session is evicted: its cells are needed.
+        """
         state = running.session
         running.work.next_token = None
         pending = running.work.lead_token
         to = min(running.first, state.position)
         try:
+            if not self.executor.can_rewind(state.sequence, to):
+                self._evict(state)
+                self._end(running, Reason.FAILED, error)
+                return
             self.executor.rewind(state.sequence, to)
         except Exception as trouble:
             self._poison(running, trouble)

@@ -152,7 +152,8 @@ class Session:
     ) -> Generation:
         """Generate after the whole history `tokens`: rewinds to the longest common prefix and forwards the rest.
 
-        At least the last token is forwarded. Else as `generate_async`.
+        Where the executor cannot rewind to that position, everything is forwarded again. At least the last token is
+        forwarded. Else as `generate_async`.
         """
         request = Request(config or GenConfig(), max_tokens, True, on_update, on_breakpoint, on_settled)
         return self._generate(tokens, request)
@@ -222,7 +223,8 @@ class Session:
         """A future of the new position: what is held from position `to` on is dropped, the pending token too.
 
         Fails with SessionBusyError when a generation was asked for that has not ended, with PositionError,
-        PoisonedError or SessionError; then nothing has changed.
+        PoisonedError or SessionError, and with RewindError where the executor keeps no state of that position; then
+        nothing has changed.
         """
         future: EngineFuture[int] = EngineFuture(self._core.is_engine_thread)
         if isinstance(to, bool) or not isinstance(to, (int, np.integer)):

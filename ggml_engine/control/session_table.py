@@ -89,7 +89,8 @@ class SessionTable(ABC):
     def rewind(self, state: SessionState, to: int) -> int:
         """Drop what a session holds from position `to` on, its pending token too; the new position.
 
-        Raises SessionError (poisoned, busy, closed) and PositionError, with nothing changed.
+        Raises SessionError (poisoned, busy, closed), PositionError, and RewindError where the executor's memory cannot,
+        with nothing changed.
         """
         if state.status is SessionStatus.POISONED:
             raise PoisonedError(state.refusal())
@@ -109,13 +110,7 @@ class SessionTable(ABC):
         chosen = self._snapshot_to_evict()
         if chosen is None:
             return False
-        self._sessions.pop(chosen.number)
-        chosen.status = SessionStatus.EVICTED
-        chosen.trouble = "others needed its cells"
-        try:
-            self.executor.close(chosen.sequence)
-        except Exception:  # those who need its cells are not to blame
-            log.exception("a snapshot could not be closed")
+        self._evict(chosen)
         return True
 
     def _snapshot_to_evict(self) -> SessionState | None:
@@ -138,3 +133,13 @@ class SessionTable(ABC):
             if count(owners - {state.sequence}) < n_owned:
                 return state
         return next((state for state in idle if count(kept | {state.sequence}) > n_kept), None)
+
+    def _evict(self, state: SessionState) -> None:
+        """Give up a session for its cells, which others need."""
+        self._sessions.pop(state.number)
+        state.status = SessionStatus.EVICTED
+        state.trouble = "others needed its cells"
+        try:
+            self.executor.close(state.sequence)
+        except Exception:  # those who need its cells are not to blame
+            log.exception("a session could not be closed")

@@ -85,7 +85,14 @@ class Executor(ABC):
 
     @abstractmethod
     def rewind(self, sequence: int, to: int) -> None:
-        """Drop what a sequence holds from position `to` on, cells of a forward that failed included."""
+        """Drop what a sequence holds from position `to` on, cells of a forward that failed included.
+
+        Raises RewindError, with nothing changed, where `can_rewind` says no, and where what failed cannot be undone.
+        """
+
+    def can_rewind(self, sequence: int, to: int) -> bool:  # noqa: ARG002  # the default keeps every position
+        """Whether the sequence can go back to `to`; to 0, and to where it is, it always can."""
+        return True
 
     @abstractmethod
     def length(self, sequence: int) -> int:

@@ -115,6 +115,7 @@ def test_choices_are_those_of_the_parts_that_take_them() -> None:
     assert set(execution_options.CACHE_KINDS) == set(cache_kinds()) - {"batched"}  # a second name of the first
     assert tuple(KV_TYPES) == execution_options.KV_TYPES
     assert typing.get_args(typing.get_type_hints(load_executor)["attention"]) == execution_options.ATTENTION_FORMS
+    assert typing.get_args(typing.get_type_hints(load_executor)["engine"]) == execution_options.ENGINES
     assert backends.MAX_THREADS == execution_options.MAX_THREADS
 
 
@@ -122,11 +123,11 @@ def test_execution_options_reach_engine_load(monkeypatch) -> None:
     engine = FakeEngine()
     monkeypatch.setattr(run_module, "load_engine", engine.load)
     args = ["--ctx", "99", "--threads", "3", "--device", "cpu", "--gpu-layers", "4", "--no-mmap", "--kv-type", "f32"]
-    args += ["--cache-kind", "sequence"]
+    args += ["--engine", "llama", "--cache-kind", "sequence"]
     assert main(["run", "m", "p", *args, "--attention", "flash", "--batch-tokens", "16", "--deterministic"]) == 0
     given = {name: engine.load_options[name] for name in execution_options.LOAD_OPTIONS}
     assert given == {
-        "ctx": 99, "threads": 3, "device": "cpu", "gpu_layers": 4, "mmap": False, "kv_type": "f32",
+        "engine": "llama", "ctx": 99, "threads": 3, "device": "cpu", "gpu_layers": 4, "mmap": False, "kv_type": "f32",
         "cache_kind": "sequence", "attention": "flash", "max_batch_tokens": 16, "deterministic": True,
     }  # fmt: skip
 
