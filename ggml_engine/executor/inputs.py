@@ -158,7 +158,8 @@ class GraphInputs:
         if self.prepared is not None:
             self._fill_prepared(self.prepared, batch)
         positions = _repeat_last(placement.positions, n)
-        self._set(self.positions, positions)
+        if has_data(self.positions):  # some layer rotates, or positions are embedded
+            self._set(self.positions, positions)
         for tensor, function in self._of_positions.values():
             self._set(tensor, np.ascontiguousarray(function(positions), np.float32))
         cells = _repeat_last(placement.cells, n)

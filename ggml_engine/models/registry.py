@@ -11,16 +11,29 @@ from ggml_engine.models.architecture import Architecture
 
 # values of `general.architecture`; the file of one is named after it, with _ for -
 ARCHITECTURES = (
+    "arcee",
     "bailingmoe",
     "deepseek",
     "dots1",
+    "ernie4_5",
+    "ernie4_5-moe",
     "gemma3",
     "glm4moe",
     "gpt-oss",
+    "granite",
+    "granitemoe",
+    "hunyuan-dense",
+    "internlm2",
     "llama",
+    "minicpm",
+    "mistral3",
     "olmoe",
+    "qwen2",
     "qwen2moe",
+    "qwen3",
     "qwen3moe",
+    "seed_oss",
+    "smollm3",
 )
 
 

@@ -56,6 +56,13 @@ def read_original_context(reader: MetadataReader, sizes: Sizes) -> int:
     return reader.integer("rope.scaling.original_context_length", 1, 2**31 - 1, sizes.n_ctx_train)
 
 
+def read_long_context(reader: MetadataReader, sizes: Sizes) -> int:
+    """The original context where the file has long or short factors; 0 where it has none."""
+    lengths = ("long", "short")
+    has_any = any(f"rope_factors_{length}.weight" in reader.file.tensors for length in lengths)
+    return read_original_context(reader, sizes) if has_any else 0
+
+
 def check_rope(reader: MetadataReader, rope: Rope) -> None:
     """Raise HyperparameterError for a rotation that ggml cannot do."""
     try:

@@ -45,6 +45,8 @@ def read_sizes(reader: MetadataReader) -> Sizes:
 
     Layers that only predict further tokens at once (`nextn_predict_layers`, the last ones) are left out.
     """
+    if not reader.flag("attention.causal", True):
+        raise HyperparameterError(reader.key("attention.causal"), "is false, but tokens here see none that follow them")
     n_all = reader.integer("block_count", 1, MAX_LAYERS)
     n_layer = n_all - reader.integer("nextn_predict_layers", 0, n_all - 1, 0)
     _check_layers_present(reader, n_layer, n_all)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ggml_engine.models.config import Hyperparameters
 from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32
-from ggml_engine.models.rope import read_original_context, read_rope
+from ggml_engine.models.rope import read_long_context, read_rope
 from ggml_engine.models.sizes import check_whole_heads, read_rms_eps, read_sizes
 
 
@@ -21,7 +21,7 @@ def read_uniform(reader: MetadataReader, mode: int, *, log_multiplier: float = 0
         **sizes.keywords(),
         norm_eps=read_rms_eps(reader),
         rope=(read_rope(reader, mode, sizes, log_multiplier=log_multiplier),) * sizes.n_layer,
-        n_ctx_long=read_original_context(reader, sizes),
+        n_ctx_long=read_long_context(reader, sizes),
         window=(0,) * sizes.n_layer,
         attention_scale=inverse_sqrt_f32(sizes.n_embd_head_k[0]),
     )

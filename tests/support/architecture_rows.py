@@ -89,6 +89,12 @@ YARN: dict[str, Any] = {
     "rope.scaling.factor": 4.0,
     "rope.scaling.original_context_length": BORDER,
 }
+LONGROPE: dict[str, Any] = {
+    "rope.scaling.type": "longrope",
+    "rope.scaling.original_context_length": BORDER,
+    "rope.scaling.attn_factor": 1.19,
+}
+SHORT_ENOUGH: dict[str, Any] = {"rope.scaling.original_context_length": 512}  # the context of the tests
 ATTENTION_BIASES = r"attn_(q|k|v|qkv|output)\.bias"
 FFN_BIASES = r"ffn_(gate|up|down)\.bias"
 OPTIONAL_BIASES = (ATTENTION_BIASES, FFN_BIASES)
@@ -108,9 +114,20 @@ _row("mistral3", {**YARN, "rope.scaling.yarn_log_multiplier": 1.0, "rope.scaling
      "rope.scaling.yarn_beta_slow": 1.0, "attention.temperature_scale": 0.1},
      drop=("rope_freqs", *OPTIONAL_BIASES))  # fmt: skip
 _row("mistral3 experts", EXPERTS, architecture="mistral3", drop=("rope_freqs", *OPTIONAL_BIASES))
+_row("mistral3 tied, other betas, biases", {**YARN, "rope.scaling.yarn_log_multiplier": 0.7,
+     "rope.scaling.yarn_beta_fast": 0.5, "rope.scaling.yarn_beta_slow": 0.1}, architecture="mistral3",
+     drop=(OUTPUT,))  # fmt: skip
+_row("mistral3 long factors, temperature without YaRN", {**LONGROPE, "attention.temperature_scale": 0.1},
+     architecture="mistral3", drop=OPTIONAL_BIASES)  # fmt: skip
 _row("qwen2", drop=(r"attn_output\.bias", r"^output\.bias", r"cls"))
+_row("qwen2 tied, output bias, yarn", YARN, architecture="qwen2", drop=(r"attn_output\.bias", OUTPUT, r"cls"))
+_row("qwen2 fused", architecture="qwen2", fused_qkv=True, drop=(r"attn_output\.bias", r"^output\.bias", r"cls"))
 _row("qwen2moe", {**EXPERT_FF, "expert_shared_feed_forward_length": 48}, drop=(r"attn_output\.bias",))
 _row("qwen3", HEADS_OF_32, drop=(ATTENTION_BIASES, r"cls"))
+_row("qwen3 tied, yarn, q8_0", {**HEADS_OF_32, **YARN}, architecture="qwen3", drop=(ATTENTION_BIASES, OUTPUT, r"cls"),
+     types={"weight": "Q8_0"})  # fmt: skip
+_row("qwen3 reranker", {**HEADS_OF_32, "classifier.output_labels": ["yes", "no"]}, architecture="qwen3",
+     drop=(ATTENTION_BIASES,))  # fmt: skip
 _row("qwen3moe", {**EXPERT_FF, **HEADS_OF_32}, drop=(ATTENTION_BIASES,))
 _row("gemma", HEADS_OF_32)
 _row("gemma2", {**HEADS_OF_32, **WINDOWED, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0},
@@ -145,12 +162,26 @@ _row("phi3 longrope", {"rope.dimension_count": 16, "rope.scaling.original_contex
      "rope.scaling.attn_factor": 1.19}, architecture="phi3", drop=(ATTENTION_BIASES,), fused_qkv=True)  # fmt: skip
 _SCALED = {"logit_scale": 2.0, "residual_scale": 0.7, "embedding_scale": 3.0, "attention.scale": 0.2}
 _row("granite", _SCALED, drop=("rope_freqs", *OPTIONAL_BIASES))
+_row("granite tied, biases, frequency factors", _SCALED, architecture="granite", drop=(OUTPUT,))
+_row("granite without rotation", {**_SCALED, "rope.scaling.finetuned": False}, architecture="granite",
+     drop=("rope_freqs", *OPTIONAL_BIASES))  # fmt: skip
+_row("granite only logits scaled", {"logit_scale": 2.0}, architecture="granite", drop=("rope_freqs", *OPTIONAL_BIASES))
+_row("granite deepstack", {**_SCALED, "deepstack_mapping": [0, -1, 1, -1]}, architecture="granite",
+     drop=("rope_freqs", *OPTIONAL_BIASES))  # fmt: skip
+_row("granite experts", {**_SCALED, **EXPERTS, "expert_shared_feed_forward_length": 48}, architecture="granite",
+     drop=("rope_freqs", *OPTIONAL_BIASES))  # fmt: skip
 _row("granitemoe", {**_SCALED, **EXPERTS, "expert_shared_feed_forward_length": 48},
+     drop=("rope_freqs", *OPTIONAL_BIASES))  # fmt: skip
+_row("granitemoe without shared experts", {**_SCALED, **EXPERTS, **LONGROPE, **SHORT_ENOUGH},
+     architecture="granitemoe", drop=OPTIONAL_BIASES)  # fmt: skip
+_row("granitemoe dense", {**_SCALED, "expert_count": 0, "rope.scaling.finetuned": False}, architecture="granitemoe",
      drop=("rope_freqs", *OPTIONAL_BIASES))  # fmt: skip
 _row("olmo2", drop=(ATTENTION_BIASES,))
 _row("olmo2 windows", {**WINDOWED, **YARN}, architecture="olmo2", drop=(ATTENTION_BIASES,))
 _row("olmoe", {**EXPERTS, "attention.head_count_kv": N_HEAD}, drop=(ATTENTION_BIASES,))
 _row("smollm3", {"block_count": 5}, drop=OPTIONAL_BIASES)
+_row("smollm3 tied, biases, yarn", {**YARN, "block_count": 5}, architecture="smollm3",
+     drop=(OUTPUT, r"attn_output\.bias", FFN_BIASES))  # fmt: skip
 _row("gpt-oss", {**EXPERT_FF, **WINDOWED, **HEADS_OF_32, **YARN}, drop=())
 _row("gpt-oss mxfp4", {**EXPERT_FF, **WINDOWED, **HEADS_OF_32, **YARN}, architecture="gpt-oss",
      types={r"ffn_(gate|up|down)_exps": "MXFP4"})  # fmt: skip
@@ -165,10 +196,17 @@ _row("exaone4", drop=(ATTENTION_BIASES, "rope_freqs"))
 _row("exaone4 windows", {"block_count": 64, "embedding_length": 32, "feed_forward_length": 32, **WINDOWED},
      architecture="exaone4", drop=(ATTENTION_BIASES,))  # fmt: skip
 _row("ernie4_5", drop=OPTIONAL_BIASES)
+_row("ernie4_5 tied, biases, linear", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+     architecture="ernie4_5", drop=(OUTPUT, r"attn_output\.bias", FFN_BIASES))  # fmt: skip
 _row("ernie4_5-moe", {**EXPERT_FF, **DENSE_FIRST, "interleave_moe_layer_step": 1,
      "expert_shared_feed_forward_length": 48}, drop=OPTIONAL_BIASES)  # fmt: skip
+_row("ernie4_5-moe without dense layers, shared experts and bias of choice", {**EXPERT_FF,
+     "interleave_moe_layer_step": 1}, architecture="ernie4_5-moe", drop=("exp_probs_b", *OPTIONAL_BIASES))  # fmt: skip
 _row("hunyuan-dense", HEADS_OF_32, drop=OPTIONAL_BIASES)
+_row("hunyuan-dense tied, alpha", {**HEADS_OF_32, "rope.scaling.alpha": 50.0, "rope.dimension_sections": [4, 4, 4, 4],
+     "expert_count": 1, "expert_used_count": 1}, architecture="hunyuan-dense", drop=(OUTPUT, *OPTIONAL_BIASES))  # fmt: skip
 _row("seed_oss", HEADS_OF_32, drop=(r"attn_output\.bias",))
+_row("seed_oss tied, no biases", architecture="seed_oss", drop=(OUTPUT, ATTENTION_BIASES))
 _row("starcoder2", norm="layer")
 _row("stablelm", {"rope.dimension_count": 8}, norm="layer", drop=(r"attn_[qk]_norm", r"attn_output\.bias"))
 _row("stablelm norms, parallel", {"rope.dimension_count": 8}, architecture="stablelm", norm="layer",
@@ -208,10 +246,17 @@ _row("deepseek2 without MLA", {**_DEEPSEEK2, "attention.head_count_kv": N_HEAD, 
 _row("deepseek2 lite", {**_DEEPSEEK2, **_MLA, "block_count": 26, "feed_forward_length": 32,
      "expert_feed_forward_length": 32}, architecture="deepseek2", drop=(*OPTIONAL_BIASES, "exp_probs_b"))  # fmt: skip
 _row("internlm2", drop=OPTIONAL_BIASES)
+_row("internlm2 fused, biases", YARN, architecture="internlm2", fused_qkv=True,
+     drop=(r"attn_output\.bias", FFN_BIASES))  # fmt: skip
 _row("minicpm", {"embedding_scale": 3.0, "residual_scale": 0.7, "logit_scale": 2.0},
      drop=("rope_f", *OPTIONAL_BIASES))  # fmt: skip
+_row("minicpm tied, scales by default, biases", architecture="minicpm", drop=(OUTPUT,))
+_row("minicpm long factors", LONGROPE, architecture="minicpm", drop=OPTIONAL_BIASES)
+_row("minicpm short factors", {**LONGROPE, **SHORT_ENOUGH}, architecture="minicpm", drop=OPTIONAL_BIASES)
+_row("minicpm experts", EXPERTS, architecture="minicpm", drop=("rope_freqs", *OPTIONAL_BIASES))
 _row("nemotron", {"rope.dimension_count": 8}, norm="layer", drop=OPTIONAL_BIASES)
 _row("arcee", drop=("rope_freqs", *OPTIONAL_BIASES))
+_row("arcee tied, biases, frequency factors", architecture="arcee", drop=(OUTPUT, r"attn_output\.bias", FFN_BIASES))
 _row("apertus", {"xielu.alpha_n": [0.8, 0.6, 0.7, 0.5], "xielu.alpha_p": [0.8, 0.9, 1.1, 0.7],
      "xielu.beta": [0.5, 0.4, 0.5, 0.6], "xielu.eps": [-1e-6] * 4}, drop=("rope_f", *OPTIONAL_BIASES))  # fmt: skip
 _row("llama4", {**EXPERT_FF, "interleave_moe_layer_step": 2}, drop=("rope_freqs", *OPTIONAL_BIASES))
