@@ -89,9 +89,14 @@ def check_whole_heads(reader: MetadataReader, sizes: Sizes) -> None:
         raise HyperparameterError(reader.key("rope.dimension_count"), reason)
 
 
+def layer_of(name: str) -> int | None:
+    """The layer that a tensor's name says; None for a tensor of none."""
+    match = _LAYER_NAME.match(name)
+    return None if match is None else int(match["layer"])
+
+
 def _check_layers_present(reader: MetadataReader, n_layer: int, n_all: int) -> None:
-    named = [match for name in reader.file.tensors if (match := _LAYER_NAME.match(name))]
-    present = {int(match["layer"]) for match in named}
+    present = {layer for name in reader.file.tensors if (layer := layer_of(name)) is not None}
     beyond = sorted(layer for layer in present if layer >= n_all)
     missing = [layer for layer in range(n_layer) if layer not in present]
     if beyond or missing:

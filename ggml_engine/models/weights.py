@@ -28,6 +28,7 @@ from ggml_engine.ggml.gguf import GGUFFile, TensorInfo
 from ggml_engine.ggml.library import Libraries, ffi
 from ggml_engine.ggml.ops import MATMUL_TYPES, GraphBuilder, Rope, Tensor, TensorContext
 from ggml_engine.ggml.tensor_types import TensorType
+from ggml_engine.models.sizes import layer_of
 
 log = logging.getLogger("ggml_engine.weights")
 
@@ -243,7 +244,8 @@ def load_weights(
     found = [(spec, info) for spec in specs if (info := _find(file, spec)) is not None]
     used = {info.name for _, info in found}
     for name in file.tensors:
-        if name not in used:
+        # layers beyond are those that predict further tokens, which no graph here has
+        if name not in used and ((layer := layer_of(name)) is None or layer < n_layer):
             log.warning("%s: tensor %r is not used by this architecture", file.path, name)
     plan = []
     for spec, info in found:

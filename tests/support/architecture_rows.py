@@ -82,6 +82,13 @@ def _row(
 EXPERTS: dict[str, Any] = {"expert_count": 4, "expert_used_count": 2}
 EXPERT_FF: dict[str, Any] = {**EXPERTS, "expert_feed_forward_length": 64}
 DENSE_FIRST: dict[str, Any] = {"leading_dense_block_count": 1}
+GROUPS: dict[str, Any] = {
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_group_count": 4,
+    "expert_group_used_count": 2,
+}
+_WIDE: dict[str, Any] = {"embedding_length": 256, "expert_feed_forward_length": 256, "block_count": 2}
 WINDOWED: dict[str, Any] = {"attention.sliding_window": WINDOW}
 HEADS_OF_32: dict[str, Any] = {"attention.key_length": 32, "attention.value_length": 32}
 YARN: dict[str, Any] = {
@@ -123,12 +130,22 @@ _row("qwen2", drop=(r"attn_output\.bias", r"^output\.bias", r"cls"))
 _row("qwen2 tied, output bias, yarn", YARN, architecture="qwen2", drop=(r"attn_output\.bias", OUTPUT, r"cls"))
 _row("qwen2 fused", architecture="qwen2", fused_qkv=True, drop=(r"attn_output\.bias", r"^output\.bias", r"cls"))
 _row("qwen2moe", {**EXPERT_FF, "expert_shared_feed_forward_length": 48}, drop=(r"attn_output\.bias",))
+_row("qwen2moe without widths or biases", EXPERTS, architecture="qwen2moe", drop=(ATTENTION_BIASES,))
+_row("qwen2moe one expert used", {**EXPERT_FF, "expert_used_count": 1, "expert_shared_feed_forward_length": 48},
+     architecture="qwen2moe", drop=(ATTENTION_BIASES,))  # fmt: skip
 _row("qwen3", HEADS_OF_32, drop=(ATTENTION_BIASES, r"cls"))
 _row("qwen3 tied, yarn, q8_0", {**HEADS_OF_32, **YARN}, architecture="qwen3", drop=(ATTENTION_BIASES, OUTPUT, r"cls"),
      types={"weight": "Q8_0"})  # fmt: skip
 _row("qwen3 reranker", {**HEADS_OF_32, "classifier.output_labels": ["yes", "no"]}, architecture="qwen3",
      drop=(ATTENTION_BIASES,))  # fmt: skip
 _row("qwen3moe", {**EXPERT_FF, **HEADS_OF_32}, drop=(ATTENTION_BIASES,))
+_row("qwen3moe tied, yarn, scales of experts, widths by layer", {**EXPERTS, **YARN, "expert_feed_forward_length": [64] * 4,
+     "expert_used_count": [2] * 4}, architecture="qwen3moe", drop=(OUTPUT,), keep=(r"_exps\.scale",))  # fmt: skip
+_row("qwen3moe groups", {**EXPERT_FF, **GROUPS}, architecture="qwen3moe", drop=(ATTENTION_BIASES,))
+_row("qwen3moe q4_0", EXPERT_FF, architecture="qwen3moe", drop=(ATTENTION_BIASES,), types={"weight": "Q4_0"})
+_row("qwen3moe q8_0", EXPERT_FF, architecture="qwen3moe", drop=(ATTENTION_BIASES,), types={"weight": "Q8_0"})
+_row("qwen3moe q6_k", {**EXPERT_FF, **_WIDE}, architecture="qwen3moe", drop=(ATTENTION_BIASES,),
+     types={"_exps": "Q6_K"})  # fmt: skip
 _row("gemma", HEADS_OF_32)
 _row("gemma2", {**HEADS_OF_32, **WINDOWED, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0},
      drop=(ATTENTION_BIASES,))  # fmt: skip
@@ -179,15 +196,37 @@ _row("granitemoe dense", {**_SCALED, "expert_count": 0, "rope.scaling.finetuned"
 _row("olmo2", drop=(ATTENTION_BIASES,))
 _row("olmo2 windows", {**WINDOWED, **YARN}, architecture="olmo2", drop=(ATTENTION_BIASES,))
 _row("olmoe", {**EXPERTS, "attention.head_count_kv": N_HEAD}, drop=(ATTENTION_BIASES,))
+_row("olmoe fused, biases", {**EXPERTS, "attention.head_count_kv": N_HEAD}, architecture="olmoe", fused_qkv=True)
 _row("smollm3", {"block_count": 5}, drop=OPTIONAL_BIASES)
 _row("smollm3 tied, biases, yarn", {**YARN, "block_count": 5}, architecture="smollm3",
      drop=(OUTPUT, r"attn_output\.bias", FFN_BIASES))  # fmt: skip
 _row("gpt-oss", {**EXPERT_FF, **WINDOWED, **HEADS_OF_32, **YARN}, drop=())
 _row("gpt-oss mxfp4", {**EXPERT_FF, **WINDOWED, **HEADS_OF_32, **YARN}, architecture="gpt-oss",
      types={r"ffn_(gate|up|down)_exps": "MXFP4"})  # fmt: skip
+_row("gpt-oss two bases, other windows", {**EXPERT_FF, **WINDOWED, "rope.freq_base_swa": 500.0,
+     "attention.sliding_window_pattern": [True, True, False, True]}, architecture="gpt-oss",
+     drop=(r"attn_(q|k|v)\.bias",))  # fmt: skip
 _row("glm4", {"rope.dimension_count": 8}, drop=(r"attn_output\.bias",))
 _row("glm4moe", {**EXPERT_FF, **DENSE_FIRST, "rope.dimension_count": 8, "expert_shared_count": 1,
      "expert_weights_scale": 1.5, "expert_weights_norm": True, "expert_gating_func": 2})  # fmt: skip
+_row("glm4moe what files leave out", {**EXPERT_FF, "expert_shared_count": 2, "rope.dimension_count": 8},
+     architecture="glm4moe", drop=(r"attn_[qk]_norm", OUTPUT, ATTENTION_BIASES))  # fmt: skip
+_row("glm4moe softmax, two dense layers, sections", {**EXPERT_FF, "leading_dense_block_count": 2,
+     "expert_shared_count": 1, "expert_gating_func": 1, "rope.dimension_count": 8, "rope.dimension_sections": [2, 1, 1, 0],
+     "expert_feed_forward_length": 0}, architecture="glm4moe")  # fmt: skip
+_FURTHER: dict[str, tuple[int, ...]] = {
+    **{f"{name}.weight": (N_EMBD,) for name in ("attn_norm", "post_attention_norm", "nextn.enorm", "nextn.hnorm")},
+    **{f"attn_{name}.weight": (N_EMBD, N_EMBD) for name in ("q", "output")},
+    **{f"attn_{name}.weight": (N_HEAD_KV * HEAD, N_EMBD) for name in ("k", "v")},
+    **{f"ffn_{name}_exps.weight": (4, 64, N_EMBD) for name in ("gate", "up", "down")},
+    **{f"ffn_{name}_shexp.weight": (64, N_EMBD) for name in ("gate", "up", "down")},
+    "ffn_gate_inp.weight": (4, N_EMBD),
+    "exp_probs_b.bias": (4,),
+    "nextn.eh_proj.weight": (N_EMBD, 2 * N_EMBD),
+}
+_row("glm4moe further tokens", {**EXPERT_FF, **DENSE_FIRST, "block_count": 5, "nextn_predict_layers": 1,
+     "expert_shared_count": 1}, architecture="glm4moe", made_with={"block_count": 4, "nextn_predict_layers": 0},
+     added={f"blk.4.{name}": shape for name, shape in _FURTHER.items()})  # fmt: skip
 _row("cohere2", {**WINDOWED, "block_count": 5, "logit_scale": 0.5}, norm="layer", drop=(ATTENTION_BIASES, OUTPUT))
 _row("command-r", {"logit_scale": 0.5}, norm="layer", drop=(ATTENTION_BIASES, OUTPUT, r"attn_[qk]_norm"))
 _row("command-r norms", {"logit_scale": 0.5, "block_count": 64, "embedding_length": 32, "feed_forward_length": 32},
@@ -221,6 +260,8 @@ _row("gptneox one after the other", {"attention.head_count_kv": N_HEAD, "rope.di
      "use_parallel_residual": False}, architecture="gptneox", norm="layer", fused_qkv=True)  # fmt: skip
 _row("deepseek", {**EXPERT_FF, **DENSE_FIRST, "expert_shared_count": 2, "expert_weights_scale": 1.0,
      "attention.head_count_kv": N_HEAD}, drop=OPTIONAL_BIASES)  # fmt: skip
+_row("deepseek scaled, one expert used", {**EXPERT_FF, "expert_used_count": 1, "expert_shared_count": 1,
+     "expert_weights_scale": 2.5}, architecture="deepseek", drop=(OUTPUT,))  # fmt: skip
 _DEEPSEEK2: dict[str, Any] = {
     **EXPERT_FF,
     **DENSE_FIRST,
@@ -262,8 +303,16 @@ _row("apertus", {"xielu.alpha_n": [0.8, 0.6, 0.7, 0.5], "xielu.alpha_p": [0.8, 0
 _row("llama4", {**EXPERT_FF, "interleave_moe_layer_step": 2}, drop=("rope_freqs", *OPTIONAL_BIASES))
 _row("bailingmoe", {**EXPERT_FF, "leading_dense_block_count": 0, "expert_shared_count": 1, "expert_weights_scale": 1.0,
      "expert_weights_norm": True, "rope.dimension_count": 16}, drop=OPTIONAL_BIASES)  # fmt: skip
+_row("bailingmoe scaled, not normalised", {**EXPERT_FF, "leading_dense_block_count": 1, "expert_shared_count": 2,
+     "expert_weights_scale": 2.5}, architecture="bailingmoe")  # fmt: skip
 _row("dots1", {**EXPERT_FF, **DENSE_FIRST, "attention.head_count_kv": N_HEAD, "expert_shared_count": 1,
      "expert_weights_scale": 1.5, "expert_weights_norm": True, "expert_gating_func": 2}, drop=OPTIONAL_BIASES)  # fmt: skip
+_DOTS1: dict[str, Any] = {**EXPERT_FF, **DENSE_FIRST, "attention.head_count_kv": N_HEAD, "expert_shared_count": 1}
+_row("dots1 groups, sigmoid, not normalised", {**_DOTS1, **GROUPS, "expert_gating_func": 2}, architecture="dots1")
+_row("dots1 softmax of the chosen", {**_DOTS1, "expert_gating_func": 3, "expert_weights_scale": 0.0},
+     architecture="dots1", drop=("exp_probs_b",))  # fmt: skip
+_row("dots1 root of softplus", {**_DOTS1, "expert_gating_func": 4, "expert_weights_norm": True},
+     architecture="dots1")  # fmt: skip
 _row("muse-glimmer", {**WINDOWED, **HEADS_OF_32, "logit_scale": 0.5, "block_count": 5}, drop=OPTIONAL_BIASES)
 
 # ---- recurrent and hybrid ones

@@ -24,7 +24,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,8 @@ class SavedModel:
 
     Keys of `metadata` get the architecture's prefix. `drop` and `keep` are regular expressions of tensors: those that
     match `drop` are left out, and so are scales that do not match `keep`. `types` gives the storage of matrices by
-    regular expression, the first that matches; where rows are no multiple of a type's block, F32 stays.
+    regular expression, the first that matches; where rows are no multiple of a type's block, F32 stays. `added` are
+    tensors, in numpy's shapes, that libllama does not make; the others it makes of the metadata with what `made_with` has.
     """
 
     architecture: str
@@ -64,6 +65,8 @@ class SavedModel:
     types: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
     tokenizer: str = "llama"
+    added: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    made_with: Mapping[str, Any] = field(default_factory=dict)
 
 
 def write_model(model: SavedModel, path: Path, *, saver: bool = False) -> Path:
@@ -133,11 +136,34 @@ def _write(path: Path, model: SavedModel, tensors: Mapping[str, Array]) -> None:
         elif kind == Type.F16:
             writer.add_tensor(name, values.astype(np.float16))
         else:
-            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(name, _quantised(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _quantised(values: Array, kind: Type) -> npt.NDArray[np.uint8]:
+    """The bytes of a tensor, by gguf-py; by ggml for types that only it can write."""
+    with suppress(NotImplementedError):
+        return gguf.quants.quantize(values, kind)
+    base = ctypes.CDLL(str(_library("libggml-base")))
+    base.ggml_quantize_chunk.restype = ctypes.c_size_t
+    base.ggml_quantize_chunk.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    n_columns = values.shape[-1]
+    raw = np.zeros((*values.shape[:-1], n_columns // block * block_bytes), np.uint8)
+    written = base.ggml_quantize_chunk(
+        int(kind), values.ctypes.data, raw.ctypes.data, 0, values.size // n_columns, n_columns, None
+    )
+    assert written == raw.nbytes
+    return raw
+
+
+def _library(name: str) -> Path:
+    from llama_cpp import llama_cpp as llama
+
+    return next((Path(llama.__file__).parent / "lib").glob(f"{name}.*"))
 
 
 def _storage(model: SavedModel, name: str, values: Array) -> Type:
@@ -173,8 +199,7 @@ def _fused(tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
 def _make(model: SavedModel, path: Path, saver: bool) -> None:
     from llama_cpp import llama_cpp as llama
 
-    folder = Path(llama.__file__).parent / "lib"
-    base = ctypes.CDLL(str(next(folder.glob("libggml-base.*"))))
+    base = ctypes.CDLL(str(_library("libggml-base")))
     base.ggml_get_name.restype = ctypes.c_char_p
     base.ggml_get_name.argtypes = [ctypes.c_void_p]
     base.ggml_nbytes.restype = ctypes.c_size_t
@@ -195,7 +220,7 @@ def _make(model: SavedModel, path: Path, saver: bool) -> None:
         base.ggml_backend_tensor_set(pointer, values.ctypes.data, 0, values.nbytes)
 
     bare = path.with_suffix(".metadata")
-    _write(bare, model, {})
+    _write(bare, replace(model, metadata={**model.metadata, **model.made_with}), {})
     metadata = base.gguf_init_from_file(str(bare).encode(), _InitParams(True, None))
     bare.unlink()
     llama.llama_backend_init()
@@ -208,7 +233,8 @@ def _make(model: SavedModel, path: Path, saver: bool) -> None:
     if saver:
         llama.llama_model_save_to_file(made, str(path).encode())
     else:
-        _write(path, model, _kept(model, tensors))
+        added = {name: random_tensor(name, tuple(shape), model.seed) for name, shape in model.added.items()}
+        _write(path, model, _kept(model, tensors | added))
 
 
 def main() -> None:
