@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import ggml_engine.control.conversation  # noqa: F401  # needed next: imported here, beside the vocabulary's parsing
@@ -12,8 +13,6 @@ from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.models.model import Model, load_model
 from ggml_engine.models.weights import Cancel, Progress
 from ggml_engine.pool.kv_pool import bytes_per_cell
-from ggml_engine.pool.kv_types import KvFormat
-from ggml_engine.pool.kv_types import kv_type as find_kv_type
 
 _MEMORY_SHARE = 0.5  # of the free memory that a default capacity may come to
 
@@ -36,26 +35,25 @@ def load_executor(
     model = load_model(file, device=device, gpu_layers=gpu_layers, threads=threads, progress=progress, cancel=cancel)
     try:
         options = ExecutorOptions(
-            capacity=_capacity(model, ctx, kv_type),
             max_batch_tokens=max_batch_tokens,
             attention=attention,
             k_type=kv_type,
             v_type=kv_type,
             deterministic=deterministic,
         )
-        return GgmlExecutor(model, options)
+        return GgmlExecutor(model, replace(options, capacity=_capacity(model, ctx, options)))
     except BaseException:
         model.free()
         raise
 
 
-def _capacity(model: Model, ctx: int | None, kv_type_name: str) -> int:
+def _capacity(model: Model, ctx: int | None, options: ExecutorOptions) -> int:
     """Cells: `ctx`, or the model's own context as far as half of the free memory goes."""
     if ctx is not None:
         if isinstance(ctx, bool) or not isinstance(ctx, int) or ctx < 1:
             raise OptionError(f"ctx must be a positive number of cells, is {ctx!r}")
         return ctx
-    tensor_type = find_kv_type(kv_type_name)
-    n_bytes = bytes_per_cell(model.hp.kv_layers(), KvFormat(tensor_type, tensor_type))
+    _, kv_format = options.resolve(model.layer_backends[-1].device.kind)
+    n_bytes = bytes_per_cell(model.hp.kv_layers(), kv_format)
     affordable = int(_MEMORY_SHARE * cpu_device(model.libraries).memory_free) // n_bytes
     return max(1, min(model.hp.n_ctx_train, affordable))

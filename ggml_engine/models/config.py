@@ -16,13 +16,14 @@ from ggml_engine.models.sizes import Sizes
 class KvLayer:
     """What one layer keeps per cell: elements of K and V over `n_head` heads.
 
-    `window` is how far back its queries see (0 = everything).
+    `window` is how far back its queries see (0 = everything). `v_in_k`: V is the first `n_embd_v` elements of K.
     """
 
     n_embd_k: int
     n_embd_v: int
     window: int = 0
     n_head: int = 1
+    v_in_k: bool = False
 
     @property
     def head_k(self) -> int:
@@ -52,6 +53,7 @@ class Hyperparameters(Sizes):
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     experts: Experts | None = None
+    v_in_k: bool = False  # V is the first part of each K, of one head
     kv_source: tuple[int, ...] = ()  # whose K and V a layer reads; empty: each its own
     own: object = None  # what nobody but the architecture's own file reads
 
@@ -75,6 +77,7 @@ class Hyperparameters(Sizes):
                 self.n_head_kv[il] * self.n_embd_head_v[il],
                 self.window[il],
                 self.n_head_kv[il],
+                self.v_in_k,
             )
             for il in self.kv_owners()
         )
