@@ -14,6 +14,7 @@ ARCHITECTURES = (
     "arcee",
     "bailingmoe",
     "deepseek",
+    "deepseek2",
     "dots1",
     "ernie4_5",
     "ernie4_5-moe",
