@@ -16,7 +16,8 @@ from ggml_engine.models.sizes import Sizes
 class KvLayer:
     """What one layer keeps per cell: elements of K and V over `n_head` heads.
 
-    `window` is how far back its queries see (0 = everything). `v_in_k`: V is the first `n_embd_v` elements of K.
+    `window` is how far back its queries see (0 = everything); with `is_chunked` it does not slide, but is the chunk of
+    so many positions that a query is in. `v_in_k`: V is the first `n_embd_v` elements of K.
     """
 
     n_embd_k: int
@@ -24,6 +25,7 @@ class KvLayer:
     window: int = 0
     n_head: int = 1
     v_in_k: bool = False
+    is_chunked: bool = False
 
     @property
     def head_k(self) -> int:
@@ -46,6 +48,7 @@ class Hyperparameters(Sizes):
     rope: tuple[Rope | None, ...]  # None: the layer does not rotate
     n_ctx_long: int = 0  # with a longer context the long factors of rotation apply; 0: there are none
     window: tuple[int, ...]
+    has_chunks: bool = False  # windows are chunks of positions, and do not slide
     attention_scale: float
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
@@ -78,6 +81,7 @@ class Hyperparameters(Sizes):
                 self.window[il],
                 self.n_head_kv[il],
                 self.v_in_k,
+                self.has_chunks and self.window[il] > 0,
             )
             for il in self.kv_owners()
         )
