@@ -26,6 +26,7 @@ ARCHITECTURES = (
     "hunyuan-dense",
     "internlm2",
     "llama",
+    "llama4",
     "minicpm",
     "mistral3",
     "olmoe",

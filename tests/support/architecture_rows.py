@@ -315,7 +315,15 @@ _row("arcee", drop=("rope_freqs", *OPTIONAL_BIASES))
 _row("arcee tied, biases, frequency factors", architecture="arcee", drop=(OUTPUT, r"attn_output\.bias", FFN_BIASES))
 _row("apertus", {"xielu.alpha_n": [0.8, 0.6, 0.7, 0.5], "xielu.alpha_p": [0.8, 0.9, 1.1, 0.7],
      "xielu.beta": [0.5, 0.4, 0.5, 0.6], "xielu.eps": [-1e-6] * 4}, drop=("rope_f", *OPTIONAL_BIASES))  # fmt: skip
-_row("llama4", {**EXPERT_FF, "interleave_moe_layer_step": 2}, drop=("rope_freqs", *OPTIONAL_BIASES))
+_LLAMA4: dict[str, Any] = {**EXPERT_FF, "interleave_moe_layer_step": 2}
+_row("llama4", _LLAMA4, drop=("rope_freqs", *OPTIONAL_BIASES))
+_row("llama4 tied, biases, factors, a base for chunks", {**_LLAMA4, "expert_used_count": 1, "block_count": 5,
+     "interleave_moe_layer_step": 1, "rope.freq_base_swa": 500.0, "attention.sliding_window": 4096,
+     "attention.sliding_window_pattern": [True, False, False, True, True]},
+     architecture="llama4", drop=(OUTPUT, r"attn_output\.bias"))  # fmt: skip
+_row("llama4 of 128 experts, dense, linear", {**_LLAMA4, "expert_count": 128, "expert_feed_forward_length": 32,
+     "interleave_moe_layer_step": 3, "rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+     architecture="llama4", drop=("rope_freqs", *OPTIONAL_BIASES))  # fmt: skip
 _row("bailingmoe", {**EXPERT_FF, "leading_dense_block_count": 0, "expert_shared_count": 1, "expert_weights_scale": 1.0,
      "expert_weights_norm": True, "rope.dimension_count": 16}, drop=OPTIONAL_BIASES)  # fmt: skip
 _row("bailingmoe scaled, not normalised", {**EXPERT_FF, "leading_dense_block_count": 1, "expert_shared_count": 2,
