@@ -150,8 +150,8 @@ class Engine:
         wanted = self.vocabulary.check_tokens(tokens)
         if not wanted.size:
             raise InputError("there is nothing to generate from: the prompt has no tokens")
-        if wanted.size > self.executor.capacity:
-            raise ContextLengthError(int(wanted.size), self.executor.capacity)
+        if wanted.size > self.executor.max_positions:
+            raise ContextLengthError(int(wanted.size), self.executor.max_positions)
         return runner.open_session().generate_alone(wanted, config, max_tokens=max_tokens)
 
     # ---- sessions

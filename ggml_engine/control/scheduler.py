@@ -155,7 +155,7 @@ class Scheduler(SessionTable):
     def session_limit(self) -> int:
         """The most positions that a session can hold."""
         most = self.options.max_session_tokens
-        return self.executor.capacity if most is None else min(most, self.executor.capacity)
+        return self.executor.max_positions if most is None else min(most, self.executor.max_positions)
 
     def cancel(self, generation: GenerationState) -> None:
         """Make a cancelled generation's long forward end soon. Any thread."""

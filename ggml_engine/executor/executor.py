@@ -21,6 +21,7 @@ import numpy.typing as npt
 from ggml_engine.errors import (
     CacheError,
     ClosedError,
+    ContextLengthError,
     InputError,
     OptionError,
     PositionError,
@@ -35,6 +36,7 @@ from ggml_engine.executor.protocol import Executor
 from ggml_engine.ggml.abort import AbortFlag
 from ggml_engine.ggml.backends import Graph, get_data, host_view
 from ggml_engine.ggml.ops import GraphBuilder
+from ggml_engine.ggml.ops.experts import n_tensors_apart
 from ggml_engine.models.attention import AttentionForm
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.model import Model
@@ -44,6 +46,7 @@ from ggml_engine.pool.registry import CacheConfig, build_cache
 _NODES_PER_LAYER = 72  # an upper bound for every architecture here; a graph that needs more is refused, not cut
 _NODES_OF_EXPERTS = 64  # router, products and shared experts
 _NODES_PER_EXPERT = 2  # of those that a token passes
+_PRODUCTS_OF_EXPERTS = 3  # gate, up and down
 _NODES_PER_PIECE = 8  # views, products and sums for every span that is read
 _NODES_BESIDE = 64
 _MAX_LOCKED_BYTES = 8 << 20  # a copy of at most a millisecond, during which Python's lock is kept
@@ -164,6 +167,11 @@ class GgmlExecutor(Executor):
     def capacity(self) -> int:
         """How many cells there are."""
         return self.cache.capacity
+
+    @property
+    def max_positions(self) -> int:
+        """The most positions of one sequence: all cells, or what the model has positions for."""
+        return min(self.capacity, self.model.hp.max_positions or self.capacity)
 
     @property
     def free_cells(self) -> int:
@@ -289,9 +297,10 @@ class GgmlExecutor(Executor):
     def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Compute one step: logits f32 [outputs, n_vocab], in batch order.
 
-        Raises InputError for unusable tokens and prepared inputs, and the kinds of CacheError for a step that cannot
-        be, with nothing changed; ComputeError, and AbortedError after `abort`, leave the step's cells claimed until its
-        sequences are rewound or closed. ClosedError after `close_all`.
+        Raises InputError for unusable tokens and prepared inputs, ContextLengthError for positions that the model does
+        not have, and the kinds of CacheError for a step that cannot be, with nothing changed; ComputeError, and
+        AbortedError after `abort`, leave the step's cells claimed until its sequences are rewound or closed.
+        ClosedError after `close_all`.
         """
         with self._turn_of_caller():
             return self._forward(batch)
@@ -299,6 +308,7 @@ class GgmlExecutor(Executor):
     def _forward(self, batch: Batch) -> npt.NDArray[np.float32]:
         self._check(batch)
         step = self.cache.declare(batch.sequences)
+        self._check_positions(step.positions)
         positions = step.positions if batch.positions is None else batch.positions
         if self.options.compact and np.array_equal(positions, step.positions):  # a step that is refused changes nothing
             self._compaction.before(step)
@@ -331,6 +341,12 @@ class GgmlExecutor(Executor):
                 width = self.model.hp.n_embd
                 raise InputError(f"{piece.source.kind} that are not rows of {width} numbers made for this model")
 
+    def _check_positions(self, positions: npt.NDArray[np.int64]) -> None:
+        """Raise ContextLengthError for a position that the model has no vector for: ggml dies of it."""
+        limit = self.model.hp.max_positions
+        if limit and (needed := int(positions.max()) + 1) > limit:
+            raise ContextLengthError(needed, limit, f"a sequence of this {self.model.hp.architecture} model")
+
     def _read(self, ready: ReadyGraph, n_outputs: int) -> npt.NDArray[np.float32]:
         logits = np.empty((n_outputs, self.model.hp.n_vocab), np.float32)
         if ready.logits is not None:
@@ -348,6 +364,8 @@ class GgmlExecutor(Executor):
         n_per_layer = _NODES_PER_LAYER + _NODES_PER_PIECE * n_pieces
         if hp.experts is not None:
             n_per_layer += _NODES_OF_EXPERTS + _NODES_PER_EXPERT * hp.experts.n_used
+            if self.options.deterministic:
+                n_per_layer += _PRODUCTS_OF_EXPERTS * n_tensors_apart(key.n_tokens)
         max_tensors = hp.n_layer * n_per_layer + _NODES_BESIDE
         b = GraphBuilder(self.model.libraries, max_tensors, len(self.model.weights) + 2 * hp.n_layer)
         try:
@@ -365,6 +383,7 @@ class GgmlExecutor(Executor):
                 inputs,
                 self.form,
                 inputs.prepared,
+                rows_apart=self.options.deterministic,
             )
             logits = self.model.architecture.graph(g)
             if logits is not None:

@@ -32,6 +32,11 @@ class Executor(ABC):
         """How many cells no sequence owns."""
 
     @property
+    def max_positions(self) -> int:
+        """The most positions of one sequence: all cells, or what the model has positions for."""
+        return self.capacity
+
+    @property
     def run(self) -> int:
         """How many cells are taken together: a position's cell is congruent to it modulo this."""
         return 1

@@ -6,7 +6,7 @@ And the weights that most of them ask for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ggml_engine.ggml.ops import Tensor
 from ggml_engine.models.blocks import ModelGraph
@@ -46,10 +46,12 @@ def embedding_and_output(
     return specs
 
 
-def matrix(name: str, shape: tuple[int, int], il: int, *, bias: bool = False) -> list[TensorSpec]:
+def matrix(
+    name: str, shape: tuple[int, int], il: int, *, bias: bool = False, required: bool = True
+) -> list[TensorSpec]:
     """A weight of a layer with its optional scale (of tensor types that need one); `bias` allows for a bias."""
     specs = [
-        TensorSpec(f"blk.{il}.{name}.weight", shape, Role.MATMUL, il),
+        TensorSpec(f"blk.{il}.{name}.weight", shape, Role.MATMUL, il, required=required),
         TensorSpec(f"blk.{il}.{name}.scale", (1,), Role.MUL, il, required=False),
     ]
     if bias:
@@ -69,6 +71,11 @@ def attention_weights(
     n_v = hp.n_head_kv[il] * hp.n_embd_head_v[il]
     if hp.has_fused_qkv:
         specs = matrix("attn_qkv", (hp.n_embd, n_q + n_k + n_v), il, bias=biases)
+        if biases:  # some files keep these apart, beside the fused weight
+            specs += [
+                TensorSpec(f"blk.{il}.attn_{part}.bias", (n,), Role.ADD, il, required=False)
+                for part, n in (("q", n_q), ("k", n_k), ("v", n_v))
+            ]
     else:
         specs = [
             spec
@@ -81,12 +88,22 @@ def attention_weights(
     )  # fmt: skip
 
 
-def head_norms(hp: Hyperparameters, il: int, *, required: bool = True) -> list[TensorSpec]:
-    """Norms of every query head and every key head."""
+def with_biases(specs: Sequence[TensorSpec], *weights: str) -> list[TensorSpec]:
+    """The same, but that the biases of these weights must be there."""
+    needed = tuple(f"{weight}.bias" for weight in weights)
+    return [replace(spec, required=True) if spec.name.endswith(needed) else spec for spec in specs]
+
+
+def head_norms(hp: Hyperparameters, il: int, *, required: bool = True, own_weights: bool = False) -> list[TensorSpec]:
+    """Norms of every query head and every key head; `own_weights`: no two heads share theirs."""
+    size = hp.n_embd_head_k[il]
     return [
-        TensorSpec(f"blk.{il}.attn_{part}_norm.weight", (hp.n_embd_head_k[il],), Role.MUL, il, required=required)
-        for part in ("q", "k")
-    ]
+        TensorSpec(
+            f"blk.{il}.attn_{part}_norm.weight", (size, n_head) if own_weights else (size,), Role.MUL, il,
+            required=required,
+        )
+        for part, n_head in (("q", hp.n_head[il]), ("k", hp.n_head_kv[il]))
+    ]  # fmt: skip
 
 
 def gated_ffn_weights(hp: Hyperparameters, il: int, *, biases: bool = False) -> list[TensorSpec]:
@@ -103,17 +120,17 @@ def ffn_weights(hp: Hyperparameters, il: int, *, biases: bool = False) -> list[T
 
 
 def norm(
-    hp: Hyperparameters, name: str, il: int, *, n: int | None = None, bias: bool | None = None
+    hp: Hyperparameters, name: str, il: int, *, n: int | None = None, bias: bool | None = None, required: bool = True
 ) -> list[TensorSpec]:
     """A norm over the embedding, or over `n` elements.
 
     `bias`: True for one that must be there, False for one that may be; None for none.
     """  # fmt: skip
-    return _norm(f"blk.{il}.{name}", hp.n_embd if n is None else n, il, bias)
+    return _norm(f"blk.{il}.{name}", hp.n_embd if n is None else n, il, bias, required=required)
 
 
-def _norm(name: str, n: int, il: int, bias: bool | None) -> list[TensorSpec]:
-    specs = [TensorSpec(f"{name}.weight", (n,), Role.MUL, il)]
+def _norm(name: str, n: int, il: int, bias: bool | None, *, required: bool = True) -> list[TensorSpec]:
+    specs = [TensorSpec(f"{name}.weight", (n,), Role.MUL, il, required=required)]
     if bias is not None:
         specs.append(TensorSpec(f"{name}.bias", (n,), Role.ADD, il, required=bias))
     return specs

@@ -45,18 +45,24 @@ class ModelGraph:
     kv: KvStore
     form: AttentionForm
     prepared: PreparedRows | None = None
+    rows_apart: bool = False  # a token's bits must not depend on what the others are
 
     def weight(self, name: str) -> Tensor:
         """A required tensor; `name` without ".weight"."""
         return self.weights[f"{name}.weight"]
 
     def embed(self, scale: float | None = None) -> Tensor:
-        """The embeddings of the step's tokens, times `scale`, and prepared ones, as they are, where those stand."""
+        """The embeddings of the step's tokens, times `scale`, and prepared ones, as they are, where those stand.
+
+        Plus those of their positions, where the model has any: a position beyond that table must not come here.
+        """
         x = self.b.get_rows(self.weight("token_embd"), self.tokens, "inp_embd")
         if scale is not None:
             x = self.b.scale(x, scale, "inp_scaled")
         if self.prepared is not None:
             x = self.b.set_rows(x, self.prepared.rows, self.prepared.ids, "inp_with_prepared")
+        if (table := self.weights.get("position_embd.weight")) is not None:
+            x = self.b.add(x, self.b.get_rows(table, self.positions, "position_embd"), "inp_with_positions")
         return x
 
     # ---- norms and products
@@ -113,25 +119,43 @@ class ModelGraph:
 
         `clamp` > 0 bounds them.
         """
-        hp = self.hp
-        parts = (
-            ("attn_q", hp.n_head[il], hp.n_embd_head_k[il]),
-            ("attn_k", hp.n_head_kv[il], hp.n_embd_head_k[il]),
-            ("attn_v", hp.n_head_kv[il], hp.n_embd_head_v[il]),
-        )
-        if hp.has_fused_qkv:
-            fused = self._clamped(self.linear(x, f"blk.{il}.attn_qkv"), clamp)
-            views = []
-            first = 0
-            for _, n_head, size in parts:
-                strides = (fused.type.row_bytes(size), fused.nb[1])
-                views.append(self.b.view(fused, (size, n_head, x.ne[1]), strides, fused.type.row_bytes(first)))
-                first += n_head * size
-            return views[0], views[1], views[2]
+        if self.hp.has_fused_qkv:
+            return self.split_qkv(self._clamped(self._fused_qkv(x, il), clamp), il)
         q, k, v = (
-            self.heads(self._clamped(self.linear(x, f"blk.{il}.{part}"), clamp), n_head) for part, n_head, _ in parts
+            self.heads(self._clamped(self.linear(x, f"blk.{il}.attn_{part}"), clamp), n_head)
+            for part, n_head, _ in self._qkv_parts(il)
         )
         return q, k, v
+
+    def _fused_qkv(self, x: Tensor, il: int) -> Tensor:
+        """What one weight makes of x, plus its bias, or those of q, k and v where the file has these apart."""
+        name = f"blk.{il}.attn_qkv"
+        fused = self.linear(x, name)
+        apart = [self.weights.get(f"blk.{il}.attn_{part}.bias") for part in "qkv"]
+        biases = [bias for bias in apart if bias is not None]
+        if f"{name}.bias" in self.weights or len(biases) < len(apart):
+            return fused
+        bias = self.b.concat(self.b.concat(biases[0], biases[1], 0), biases[2], 0)
+        return self.b.add(fused, bias, f"{name}.biased")
+
+    def split_qkv(self, fused: Tensor, il: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of a layer, as views [head, heads, tokens] of the three after each other."""
+        views = []
+        first = 0
+        for _, n_head, size in self._qkv_parts(il):
+            strides = (fused.type.row_bytes(size), fused.nb[1])
+            views.append(self.b.view(fused, (size, n_head, fused.ne[1]), strides, fused.type.row_bytes(first)))
+            first += n_head * size
+        return views[0], views[1], views[2]
+
+    def _qkv_parts(self, il: int) -> tuple[tuple[str, int, int], ...]:
+        """Name, number of heads and size of a head of each."""
+        hp = self.hp
+        return (
+            ("q", hp.n_head[il], hp.n_embd_head_k[il]),
+            ("k", hp.n_head_kv[il], hp.n_embd_head_k[il]),
+            ("v", hp.n_head_kv[il], hp.n_embd_head_v[il]),
+        )
 
     def _clamped(self, x: Tensor, bound: float) -> Tensor:
         return self.b.clamp(x, -bound, bound) if bound > 0 else x

@@ -46,6 +46,7 @@ class Hyperparameters(Sizes):
     norm_eps: float
     has_layer_norm: bool = False  # norms are layer norms (Ba et al., arXiv:1607.06450), not RMS norms
     rope: tuple[Rope | None, ...]  # None: the layer does not rotate
+    max_positions: int = 0  # a sequence cannot get longer: there is a vector for each position; 0: for any
     n_ctx_long: int = 0  # with a longer context the long factors of rotation apply; 0: there are none
     window: tuple[int, ...]
     has_chunks: bool = False  # windows are chunks of positions, and do not slide

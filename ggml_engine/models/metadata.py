@@ -86,6 +86,25 @@ class MetadataReader:
                 raise HyperparameterError(self.key(name), f"must be {low} to {high} in every layer, has {number}")
         return numbers
 
+    def numbers_per_layer(self, key: str, n_layer: int) -> tuple[float, ...]:
+        """One finite f32 per layer of a key that is its full name: as `per_layer`."""
+        value = self.file.metadata.get(key)
+        if value is None:
+            raise HyperparameterError(key, "the file does not have this value")
+        if isinstance(value, GGUFArray):
+            if value.kind is GGUFType.STRING or len(value) < n_layer:
+                shown = "strings" if value.kind is GGUFType.STRING else f"{len(value)} values"
+                raise HyperparameterError(key, f"one number for each of {n_layer} layers is needed, there are {shown}")
+            numbers = [to_f32(float(number)) for number in value.numpy()[:n_layer]]
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            raise HyperparameterError(key, f"a number is needed, the file has {_shown(value)}")
+        else:
+            numbers = [to_f32(value)] * n_layer
+        for number in numbers:
+            if not math.isfinite(number):
+                raise HyperparameterError(key, f"must be finite in every layer, has {number}")
+        return tuple(numbers)
+
     def flags(self, name: str, n_layer: int) -> tuple[bool, ...] | None:
         """An array of one truth value per layer; None when the value is absent or a scalar."""
         value = self.file.metadata.get(self.key(name))

@@ -80,7 +80,7 @@ BOTH = [
       for label, kind, width in [("F16", F16, 2), ("I32", I32, 4), ("F64", F64, 8)]),
     Case(38, "no architecture", lambda f: drop_key(f, "general.architecture"), HyperparameterError, ("general.architecture", "none")),
     Case(38, "a number", lambda f: set_key(f, "general.architecture", 7), HyperparameterError, ("general.architecture", "7")),
-    Case(38, "unknown", lambda f: set_key(f, "general.architecture", "llama9"), UnsupportedArchitectureError, ("'llama9'", "gemma3, llama")),
+    Case(38, "unknown", lambda f: set_key(f, "general.architecture", "llama9"), UnsupportedArchitectureError, ("'llama9'", "gemma3", "llama")),
     value_case(39, "block_count", 0, "1 to 512", "0"),
     value_case(39, "block_count", 513, "1 to 512", "513"),
     value_case(39, "block_count", 2**32 - 1, "4294967295"),

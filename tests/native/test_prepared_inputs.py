@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from architecture_rows import model_file
 from cell_walk import state_of
 from embeddings import batch_with_prepared, embeddings_of, prepared
 from engines import Logits, batch_of, executor_over, feed, loaded, running
@@ -91,6 +93,40 @@ def test_embeddings_give_the_bytes_of_libllama(model: Model, mode: str) -> None:
         theirs.append(oracle.forward_embeddings(rows[5:9], 33))
         assert np.concatenate(ours).tobytes() == np.concatenate(theirs).tobytes()
         assert ours[0].std() > 0.5, "flat logits would hide mistakes"
+
+
+SCALED = ("gemma", "gemma2", "muse-glimmer", "gemma4")
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_embeddings_that_are_scaled_or_normed_stand_where_those_of_tokens_do(name: str) -> None:
+    with running(model_file(name), capacity=256) as executor:
+        a, b = executor.open(), executor.open()
+        source = prepared(executor.model, TOKENS[0][:20])
+        from_rows = executor.forward(batch_with_prepared([(a, (source, 0, 20))]))
+        assert from_rows.tobytes() == feed(executor, b, TOKENS[0][:20]).tobytes()
+        assert executor.forward(batch_of([(a, [7])])).tobytes() == executor.forward(batch_of([(b, [7])])).tobytes()
+
+
+@pytest.mark.parametrize("mode", ["matmul, columns", "flash, rows"])
+@pytest.mark.parametrize("name", ["gemma4 per layer inputs, shared layers", "gemma4 fused everywhere, q8_0"])
+def test_what_layers_add_for_a_token_is_that_of_token_0_where_an_embedding_stands(name: str, mode: str) -> None:
+    """As libllama has it, also where tokens of other sequences are in the step."""
+    rows = np.random.default_rng(4).standard_normal((30, 64)).astype(np.float32) * 2
+    source = EmbeddingInput(rows)
+    path = model_file(name)
+    oracle = Oracle(path, flash=mode.startswith("flash"), type_k=Type.F16, type_v=Type.F16, use_extra_bufts=True)
+    with oracle, running(path, **MODES[mode], capacity=512) as executor:
+        sequence = executor.open()
+        ours = [executor.forward(batch_with_prepared([(sequence, (source, 0, 30))]))]
+        ours.append(feed(executor, sequence, TOKENS[0][:3], 1))
+        theirs = [oracle.forward_embeddings(rows)]
+        theirs += [oracle.forward([token], 30 + i) for i, token in enumerate(TOKENS[0][:3])]
+        assert np.concatenate(ours).tobytes() == np.concatenate(theirs).tobytes()
+        one, other = executor.open(), executor.open()
+        mixed = executor.forward(batch_with_prepared([(one, TOKENS[1][:9]), (other, (source, 0, 30))]))
+        assert np.abs(mixed[9:] - theirs[0]).max() < 0.1  # of logits that spread by 2: other cells, other roundings
+        assert np.array_equal(mixed[:9].argmax(axis=1), feed(executor, executor.open(), TOKENS[1][:9]).argmax(axis=1))
 
 
 def test_decodes_and_embeddings_go_in_one_step(model: Model) -> None:
@@ -311,6 +347,19 @@ def test_a_changed_end_of_any_tensor_changes_the_fingerprint(tmp_path: Path, nam
         at = info.offset if place == "first" else info.offset + info.n_bytes - 1
     data = bytearray(path.read_bytes())
     data[at] ^= 1
+    path.write_bytes(data)
+    with loaded(path, threads=1) as model:
+        assert model.fingerprint != before
+
+
+@pytest.mark.parametrize("expert", range(8))
+def test_a_change_at_the_end_of_any_expert_changes_the_fingerprint(tmp_path: Path, expert: int) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copyfile(model_file("qwen3moe groups"), path)
+    with loaded(path, threads=1) as model:
+        before, info = model.fingerprint, model.file.tensors["blk.2.ffn_down_exps.weight"]
+    data = bytearray(path.read_bytes())
+    data[info.offset + (expert + 1) * (info.n_bytes // 8) - 1] ^= 1
     path.write_bytes(data)
     with loaded(path, threads=1) as model:
         assert model.fingerprint != before

@@ -29,13 +29,14 @@ class Row:
 
     `tolerance` gives the reason why logits are not libllama's bytes (then their normalised mean squared error is
     under 1e-6). `memory` is "attention" where any token can be cut off, "recurrent" or "hybrid" where it cannot, "none"
-    for encoders.
+    for encoders. `ignored` is a regular expression of tensors that libllama takes and leaves alone.
     """
 
     name: str
     model: SavedModel
     tolerance: str = ""
     memory: str = "attention"
+    ignored: str = ""
 
     @property
     def architecture(self) -> str:
@@ -67,6 +68,7 @@ def _row(
     norm: str = "rms",
     tolerance: str = "",
     memory: str = "attention",
+    ignored: str = "",
     **options: Any,
 ) -> None:
     """`norm` says which epsilon the architecture reads. A key with None is left out."""
@@ -76,7 +78,7 @@ def _row(
         architecture or name, {key: value for key, value in merged.items() if value is not None}, **options
     )
     assert name not in ROWS
-    ROWS[name] = Row(name, model, tolerance, memory)
+    ROWS[name] = Row(name, model, tolerance, memory, ignored)
 
 
 EXPERTS: dict[str, Any] = {"expert_count": 4, "expert_used_count": 2}
@@ -144,13 +146,19 @@ _row("qwen3moe tied, yarn, scales of experts, widths by layer", {**EXPERTS, **YA
 _row("qwen3moe groups", {**EXPERT_FF, **GROUPS}, architecture="qwen3moe", drop=(ATTENTION_BIASES,))
 _row("qwen3moe q4_0", EXPERT_FF, architecture="qwen3moe", drop=(ATTENTION_BIASES,), types={"weight": "Q4_0"})
 _row("qwen3moe q8_0", EXPERT_FF, architecture="qwen3moe", drop=(ATTENTION_BIASES,), types={"weight": "Q8_0"})
-_row("qwen3moe q6_k", {**EXPERT_FF, **_WIDE}, architecture="qwen3moe", drop=(ATTENTION_BIASES,),
-     types={"_exps": "Q6_K"})  # fmt: skip
+_row("qwen3moe q4_k and q6_k", {**EXPERT_FF, **_WIDE}, architecture="qwen3moe", drop=(ATTENTION_BIASES,),
+     types={"(gate|up)_exps": "Q4_K", "down_exps": "Q6_K"})  # fmt: skip
 _row("gemma", HEADS_OF_32)
+_row("gemma fused", HEADS_OF_32, architecture="gemma", drop=(ATTENTION_BIASES,), fused_qkv=True)
 _row("gemma2", {**HEADS_OF_32, **WINDOWED, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0},
      drop=(ATTENTION_BIASES,))  # fmt: skip
+_row("gemma2 of 46 layers, biases", {**WINDOWED, "block_count": 46, "embedding_length": 32, "feed_forward_length": 32,
+     "attention.key_length": 16, "attention.value_length": 16, "rope.freq_base_swa": 500.0},
+     architecture="gemma2")  # fmt: skip
 _row("gemma3", {**HEADS_OF_32, **WINDOWED, "block_count": 7, "rope.freq_base": 1e6, "rope.scaling.type": "linear",
      "rope.scaling.factor": 8.0}, drop=(ATTENTION_BIASES, OUTPUT, r"dense_"))  # fmt: skip
+_row("gemma3 biases, no windows", {"final_logit_softcapping": 6.0}, architecture="gemma3",
+     drop=(OUTPUT, r"dense_"))  # fmt: skip
 _GEMMA4: dict[str, Any] = {
     "block_count": 6,
     "attention.sliding_window": WINDOW,
@@ -173,10 +181,38 @@ _row("gemma4 per layer inputs, shared layers",
 _row("gemma4 experts", {**_GEMMA4, **EXPERT_FF, "embedding_length_per_layer_input": 0,
      "attention.shared_kv_layers": 0}, architecture="gemma4",
      drop=(OUTPUT, r"attn_v\.weight"), keep=(r"ffn_gate_inp\.scale", r"ffn_down_exps\.scale"))  # fmt: skip
+_SHARED: dict[str, Any] = {
+    **_GEMMA4,
+    "embedding_length_per_layer_input": 32,
+    "attention.shared_kv_layers": 2,
+    "attention.sliding_window_pattern": [True, False, True, False, True, False],
+}
+_row("gemma4 fused, shared layers, other heads, wider last layers",
+     {**_SHARED, "attention.head_count_kv": [2, 4, 2, 1, 2, 1], "feed_forward_length": [96, 96, 96, 96, 192, 192],
+      "rope.dimension_count": 16, "rope.dimension_count_swa": 8, "rope.scaling.factor": 4.0},
+     architecture="gemma4", drop=(r"blk\.[45]\.attn_(k|v|k_norm)\.weight", "layer_output_scale"),
+     fused_qkv=True)  # fmt: skip
+_row("gemma4 split experts, some dense layers, shared layers", {**_SHARED, **EXPERT_FF}, architecture="gemma4",
+     drop=(OUTPUT, r"blk\.[03]\.(ffn_gate_inp|ffn_\w+_exps|pre_ffw_norm_2|post_ffw_norm_[12])", r"blk\.[13]\.attn_v\."),
+     keep=(r"ffn_gate_inp\.scale", r"ffn_down_exps\.scale"), split_experts=True, types={"exps": "Q4_0"})  # fmt: skip
+_row("gemma4 fused everywhere, q8_0", {**_SHARED, **YARN}, architecture="gemma4", drop=(OUTPUT,), fused_qkv=True,
+     types={"weight": "Q8_0"})  # fmt: skip
 _row("phi2", {"attention.head_count_kv": N_HEAD, "rope.dimension_count": 8}, norm="layer")
+_row("phi2 fused, biases apart", {"embedding_length": 128, "rope.dimension_count": 8}, architecture="phi2",
+     norm="layer", fused_qkv=True, fused_biases=False)  # fmt: skip
 _row("phi3", {"rope.dimension_count": 16}, drop=(ATTENTION_BIASES, "rope_factors"), fused_qkv=True)
+_row("phi3 tied, windows not applied, part of a head", {"embedding_length": 128, "rope.dimension_count": 24, **WINDOWED},
+     architecture="phi3", drop=(OUTPUT, ATTENTION_BIASES, "rope_factors"), fused_qkv=True)  # fmt: skip
+_row("phi3 apart, biases", {"rope.dimension_count": 16}, architecture="phi3",
+     drop=("rope_factors", r"attn_output\.bias"))  # fmt: skip
 _row("phi3 longrope", {"rope.dimension_count": 16, "rope.scaling.original_context_length": BORDER,
      "rope.scaling.attn_factor": 1.19}, architecture="phi3", drop=(ATTENTION_BIASES,), fused_qkv=True)  # fmt: skip
+_row("phi3 longrope, short factors", {"context_length": 4096, "rope.dimension_count": 16,
+     "rope.scaling.original_context_length": 512, "rope.scaling.attn_factor": 1.19}, architecture="phi3",
+     drop=(ATTENTION_BIASES,), fused_qkv=True)  # fmt: skip
+_row("phi3 longrope, long factors alone", {"rope.dimension_count": 12, "rope.scaling.type": "longrope",
+     "rope.scaling.original_context_length": 511}, architecture="phi3",
+     drop=(ATTENTION_BIASES, "rope_factors_short"), fused_qkv=True)  # fmt: skip
 _SCALED = {"logit_scale": 2.0, "residual_scale": 0.7, "embedding_scale": 3.0, "attention.scale": 0.2}
 _row("granite", _SCALED, drop=("rope_freqs", *OPTIONAL_BIASES))
 _row("granite tied, biases, frequency factors", _SCALED, architecture="granite", drop=(OUTPUT,))
@@ -195,6 +231,8 @@ _row("granitemoe dense", {**_SCALED, "expert_count": 0, "rope.scaling.finetuned"
      drop=("rope_freqs", *OPTIONAL_BIASES))  # fmt: skip
 _row("olmo2", drop=(ATTENTION_BIASES,))
 _row("olmo2 windows", {**WINDOWED, **YARN}, architecture="olmo2", drop=(ATTENTION_BIASES,))
+_row("olmo2 biases, fused", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, architecture="olmo2",
+     fused_qkv=True)  # fmt: skip
 _row("olmoe", {**EXPERTS, "attention.head_count_kv": N_HEAD}, drop=(ATTENTION_BIASES,))
 _row("olmoe fused, biases", {**EXPERTS, "attention.head_count_kv": N_HEAD}, architecture="olmoe", fused_qkv=True)
 _row("smollm3", {"block_count": 5}, drop=OPTIONAL_BIASES)
@@ -207,6 +245,9 @@ _row("gpt-oss two bases, other windows", {**EXPERT_FF, **WINDOWED, "rope.freq_ba
      "attention.sliding_window_pattern": [True, True, False, True]}, architecture="gpt-oss",
      drop=(r"attn_(q|k|v)\.bias",))  # fmt: skip
 _row("glm4", {"rope.dimension_count": 8}, drop=(r"attn_output\.bias",))
+_row("glm4 sections", {"rope.dimension_count": 8, "rope.dimension_sections": [2, 1, 1, 0]}, architecture="glm4")
+_row("glm4 tied, fused, no biases", {"rope.dimension_count": 8}, architecture="glm4",
+     drop=(ATTENTION_BIASES, OUTPUT), fused_qkv=True, types={"weight": "F16"})  # fmt: skip
 _row("glm4moe", {**EXPERT_FF, **DENSE_FIRST, "rope.dimension_count": 8, "expert_shared_count": 1,
      "expert_weights_scale": 1.5, "expert_weights_norm": True, "expert_gating_func": 2})  # fmt: skip
 _row("glm4moe what files leave out", {**EXPERT_FF, "expert_shared_count": 2, "rope.dimension_count": 8},
@@ -228,10 +269,21 @@ _row("glm4moe further tokens", {**EXPERT_FF, **DENSE_FIRST, "block_count": 5, "n
      "expert_shared_count": 1}, architecture="glm4moe", made_with={"block_count": 4, "nextn_predict_layers": 0},
      added={f"blk.4.{name}": shape for name, shape in _FURTHER.items()})  # fmt: skip
 _row("cohere2", {**WINDOWED, "block_count": 5, "logit_scale": 0.5}, norm="layer", drop=(ATTENTION_BIASES, OUTPUT))
+_row("cohere2 heads of 32, biases, other pattern", {**WINDOWED, **HEADS_OF_32, "embedding_length": 128,
+     "logit_scale": 0.0, "attention.sliding_window_pattern": [True, False, False, True]}, architecture="cohere2",
+     norm="layer", drop=(r"attn_output\.bias", OUTPUT))  # fmt: skip
+_row("cohere2 all in windows", {**WINDOWED, "logit_scale": 0.5, "attention.sliding_window_pattern": 0},
+     architecture="cohere2", norm="layer", drop=(ATTENTION_BIASES, OUTPUT), fused_qkv=True)  # fmt: skip
 _row("command-r", {"logit_scale": 0.5}, norm="layer", drop=(ATTENTION_BIASES, OUTPUT, r"attn_[qk]_norm"))
 _row("command-r norms", {"logit_scale": 0.5, "block_count": 64, "embedding_length": 32, "feed_forward_length": 32},
      architecture="command-r", norm="layer", drop=(ATTENTION_BIASES, OUTPUT))  # fmt: skip
+_row("command-r norms, fused", {"block_count": 64, "embedding_length": 32, "feed_forward_length": 32},
+     architecture="command-r", norm="layer", drop=(ATTENTION_BIASES, OUTPUT), fused_qkv=True)  # fmt: skip
+_row("command-r biases, part of a head, linear", {"logit_scale": 0.5, "rope.dimension_count": 8,
+     "rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, architecture="command-r", norm="layer",
+     drop=(OUTPUT, r"attn_[qk]_norm", r"attn_output\.bias"))  # fmt: skip
 _row("exaone4", drop=(ATTENTION_BIASES, "rope_freqs"))
+_row("exaone4 tied, biases, frequency factors", architecture="exaone4", drop=(OUTPUT,))
 _row("exaone4 windows", {"block_count": 64, "embedding_length": 32, "feed_forward_length": 32, **WINDOWED},
      architecture="exaone4", drop=(ATTENTION_BIASES,))  # fmt: skip
 _row("ernie4_5", drop=OPTIONAL_BIASES)
@@ -247,17 +299,28 @@ _row("hunyuan-dense tied, alpha", {**HEADS_OF_32, "rope.scaling.alpha": 50.0, "r
 _row("seed_oss", HEADS_OF_32, drop=(r"attn_output\.bias",))
 _row("seed_oss tied, no biases", architecture="seed_oss", drop=(OUTPUT, ATTENTION_BIASES))
 _row("starcoder2", norm="layer")
+_row("starcoder2 tied, fused", architecture="starcoder2", norm="layer", drop=(OUTPUT,), fused_qkv=True)
+_row("starcoder2 yarn", YARN, architecture="starcoder2", norm="layer")
 _row("stablelm", {"rope.dimension_count": 8}, norm="layer", drop=(r"attn_[qk]_norm", r"attn_output\.bias"))
 _row("stablelm norms, parallel", {"rope.dimension_count": 8}, architecture="stablelm", norm="layer",
      drop=(r"ffn_norm", r"attn_output\.bias"))  # fmt: skip
+_row("stablelm layers differ, no biases", {"rope.dimension_count": 8}, architecture="stablelm", norm="layer",
+     drop=(r"blk\.[02]\.ffn_norm", r"blk\.1\.ffn_norm\.bias", r"blk\.[13]\.attn_q_norm", r"blk\.[23]\.attn_k_norm",
+           ATTENTION_BIASES))  # fmt: skip
 _row("falcon", {"attention.head_count_kv": 1}, norm="layer", fused_qkv=True,
      drop=(ATTENTION_BIASES, r"attn_norm_2", *OPTIONAL_BIASES))  # fmt: skip
 _row("falcon two norms", norm="layer", architecture="falcon", fused_qkv=True, drop=OPTIONAL_BIASES)
+_row("falcon tied, two norms without the second's bias", norm="layer", architecture="falcon", fused_qkv=True,
+     drop=(OUTPUT, r"attn_norm_2\.bias", *OPTIONAL_BIASES))  # fmt: skip
 _row("gpt2", {"attention.head_count_kv": N_HEAD, "rope.freq_base": None}, norm="layer", fused_qkv=True)
+_row("gpt2 tied, q8_0", {"attention.head_count_kv": N_HEAD, "rope.freq_base": None}, architecture="gpt2", norm="layer",
+     fused_qkv=True, drop=(OUTPUT,), types={"weight": "Q8_0"})  # fmt: skip
 _row("gptneox", {"attention.head_count_kv": N_HEAD, "rope.dimension_count": 8, "use_parallel_residual": True},
      norm="layer", fused_qkv=True)  # fmt: skip
 _row("gptneox one after the other", {"attention.head_count_kv": N_HEAD, "rope.dimension_count": 8,
      "use_parallel_residual": False}, architecture="gptneox", norm="layer", fused_qkv=True)  # fmt: skip
+_row("gptneox yarn, f16", {**YARN, "attention.head_count_kv": N_HEAD, "use_parallel_residual": True},
+     architecture="gptneox", norm="layer", fused_qkv=True, types={"weight": "F16"})  # fmt: skip
 _row("deepseek", {**EXPERT_FF, **DENSE_FIRST, "expert_shared_count": 2, "expert_weights_scale": 1.0,
      "attention.head_count_kv": N_HEAD}, drop=OPTIONAL_BIASES)  # fmt: skip
 _row("deepseek scaled, one expert used", {**EXPERT_FF, "expert_used_count": 1, "expert_shared_count": 1,
@@ -311,10 +374,15 @@ _row("minicpm long factors", LONGROPE, architecture="minicpm", drop=OPTIONAL_BIA
 _row("minicpm short factors", {**LONGROPE, **SHORT_ENOUGH}, architecture="minicpm", drop=OPTIONAL_BIASES)
 _row("minicpm experts", EXPERTS, architecture="minicpm", drop=("rope_freqs", *OPTIONAL_BIASES))
 _row("nemotron", {"rope.dimension_count": 8}, norm="layer", drop=OPTIONAL_BIASES)
+_row("nemotron biases", {"rope.dimension_count": 12}, architecture="nemotron", norm="layer")
 _row("arcee", drop=("rope_freqs", *OPTIONAL_BIASES))
 _row("arcee tied, biases, frequency factors", architecture="arcee", drop=(OUTPUT, r"attn_output\.bias", FFN_BIASES))
 _row("apertus", {"xielu.alpha_n": [0.8, 0.6, 0.7, 0.5], "xielu.alpha_p": [0.8, 0.9, 1.1, 0.7],
-     "xielu.beta": [0.5, 0.4, 0.5, 0.6], "xielu.eps": [-1e-6] * 4}, drop=("rope_f", *OPTIONAL_BIASES))  # fmt: skip
+     "xielu.beta": [0.5, 0.4, 0.5, 0.6], "xielu.eps": [-1e-6] * 4}, drop=("rope_f", *OPTIONAL_BIASES),
+     ignored=r"attn_[qk]_norm\.bias")  # fmt: skip
+_row("apertus longrope, biases", {"xielu.alpha_n": 0.8, "xielu.alpha_p": 1.2, "xielu.beta": 0.6, "xielu.eps": -0.1,
+     "rope.scaling.type": "longrope", "rope.scaling.original_context_length": BORDER}, architecture="apertus",
+     fused_qkv=True, ignored=r"attn_[qk]_norm\.bias")  # fmt: skip
 _LLAMA4: dict[str, Any] = {**EXPERT_FF, "interleave_moe_layer_step": 2}
 _row("llama4", _LLAMA4, drop=("rope_freqs", *OPTIONAL_BIASES))
 _row("llama4 tied, biases, factors, a base for chunks", {**_LLAMA4, "expert_used_count": 1, "block_count": 5,
@@ -337,6 +405,9 @@ _row("dots1 softmax of the chosen", {**_DOTS1, "expert_gating_func": 3, "expert_
 _row("dots1 root of softplus", {**_DOTS1, "expert_gating_func": 4, "expert_weights_norm": True},
      architecture="dots1")  # fmt: skip
 _row("muse-glimmer", {**WINDOWED, **HEADS_OF_32, "logit_scale": 0.5, "block_count": 5}, drop=OPTIONAL_BIASES)
+_row("muse-glimmer yarn, fused", {**YARN, "attention.sliding_window": WINDOW, "attention.sliding_window_pattern": 2,
+     "logit_scale": 1.5, "final_logit_softcapping": 0.0, "rope.freq_base_swa": 500.0, "rope.dimension_count": 8},
+     architecture="muse-glimmer", fused_qkv=True)  # fmt: skip
 
 # ---- recurrent and hybrid ones
 

@@ -18,8 +18,8 @@ def embeddings_of(model: Model, tokens: Sequence[int]) -> np.ndarray:
     info = model.file.tensors[name]
     raw = np.frombuffer(model.file.tensor_bytes(name), np.uint8).reshape(model.hp.n_vocab, -1)
     rows = gguf.quants.dequantize(raw[list(tokens)], gguf.GGMLQuantizationType(int(info.type))).astype(np.float32)
-    if model.hp.architecture == "gemma3":
-        rows = rows * np.float32(np.sqrt(model.hp.n_embd))
+    if model.hp.embedding_scale != 1.0:
+        rows = rows * np.float32(model.hp.embedding_scale)
     return rows
 
 

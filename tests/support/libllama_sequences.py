@@ -20,8 +20,8 @@ class SequencesOracle(Oracle):
         super().__init__(path, n_seq_max=n_sequences, **options)
         self.lengths = [0] * n_sequences
 
-    def append(self, parts: Sequence[tuple[int, Sequence[int]]]) -> Logits:
-        """Appends to several sequences in one batch, part after part: f32 [tokens, n_vocab]."""
+    def append(self, parts: Sequence[tuple[int, Sequence[int]]], wants_logits: Sequence[bool] | None = None) -> Logits:
+        """Appends to several sequences in one batch, part after part: f32 [outputs, n_vocab], of all by default."""
         llama = self._llama
         rows = [(token, self.lengths[sequence] + i, sequence) for sequence, ids in parts for i, token in enumerate(ids)]
         batch = llama.llama_batch_init(len(rows), 0, 1)
@@ -29,10 +29,14 @@ class SequencesOracle(Oracle):
             batch.n_tokens = len(rows)
             for i, (token, position, sequence) in enumerate(rows):
                 batch.token[i], batch.pos[i] = token, position
-                batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, sequence, True
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+                batch.logits[i] = wants_logits is None or wants_logits[i]
             assert llama.llama_decode(self._context, batch) == 0
-            found = np.ctypeslib.as_array(llama.llama_get_logits(self._context), shape=(len(rows) * self.n_vocab,))
-            logits: Logits = found.reshape(len(rows), self.n_vocab).copy()
+            n_outputs = len(rows) if wants_logits is None else sum(wants_logits)
+            logits: Logits = np.empty((n_outputs, self.n_vocab), np.float32)
+            if n_outputs:
+                found = np.ctypeslib.as_array(llama.llama_get_logits(self._context), shape=(logits.size,))
+                logits[:] = found.reshape(logits.shape)
         finally:
             llama.llama_batch_free(batch)
         for sequence, ids in parts:

@@ -1,9 +1,9 @@
 """Tiny random GGUFs of any architecture: libllama says which tensors there are, from metadata alone.
 
 `llama_model_init_from_user` builds a model from metadata and asks for the contents of each tensor. It creates every
-tensor that its loader names, the optional ones too (biases, `output.weight`, frequency factors), except what only stands
-for others: one q/k/v weight in the place of three, gate and up of experts in one. `SavedModel` drops what a file shall
-not have, and can put q, k and v together. Two files can be written:
+tensor that its loader names, the optional ones too (biases, `output.weight`, frequency factors, gate and up of experts
+in one), except one q/k/v weight in the place of three. `SavedModel` drops what a file shall not have, can put q, k and v
+together, and take gate and up apart. Two files can be written:
 
 * `write_model`: those tensors with the metadata as given, which is what a converter writes;
 * `write_model(saver=True)`: the file of `llama_model_save_to_file`, which has libllama's own reading of the metadata and
@@ -52,9 +52,10 @@ class SavedModel:
     """What a file is made from.
 
     Keys of `metadata` get the architecture's prefix. `drop` and `keep` are regular expressions of tensors: those that
-    match `drop` are left out, and so are scales that do not match `keep`. `types` gives the storage of matrices by
-    regular expression, the first that matches; where rows are no multiple of a type's block, F32 stays. `added` are
-    tensors, in numpy's shapes, that libllama does not make; the others it makes of the metadata with what `made_with` has.
+    match `drop` are left out, and so are scales that do not match `keep`. `fused_qkv` puts a layer's q, k and v into one
+    tensor, `split_experts` takes gate and up of its experts apart. `types` gives the storage of matrices by regular
+    expression, the first that matches; where rows are no multiple of a type's block, F32 stays. `added` are tensors, in
+    numpy's shapes, that libllama does not make; the others it makes of the metadata with what `made_with` has.
     """
 
     architecture: str
@@ -62,6 +63,8 @@ class SavedModel:
     drop: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     fused_qkv: bool = False
+    fused_biases: bool = True  # with the weights
+    split_experts: bool = False
     types: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
     tokenizer: str = "llama"
@@ -182,18 +185,30 @@ def _kept(model: SavedModel, tensors: Mapping[str, Array]) -> dict[str, Array]:
         wanted = not re.search(_SCALES, name) or any(re.search(pattern, name) for pattern in model.keep)
         if wanted and not any(re.search(pattern, name) for pattern in model.drop):
             kept[name] = values
-    return dict(_fused(kept)) if model.fused_qkv else kept
+    if model.fused_qkv:
+        kept = dict(_fused(kept, "weight|bias" if model.fused_biases else "weight"))
+    return dict(_split(kept)) if model.split_experts else kept
 
 
-def _fused(tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
-    """q, k and v of a layer as rows of one tensor, where q was."""
+def _fused(tensors: Mapping[str, Array], kinds: str) -> Iterator[tuple[str, Array]]:
+    """q, k and v of a layer as rows of one tensor, where q was; as they are where a layer lacks one."""
     for name, values in tensors.items():
-        part = re.fullmatch(r"(blk\.\d+\.attn)_([qkv])\.(weight|bias)", name)
-        if part is None:
+        part = re.fullmatch(rf"(blk\.\d+\.attn)_([qkv])\.({kinds})", name)
+        names = [] if part is None else [f"{part[1]}_{letter}.{part[3]}" for letter in "qkv"]
+        if part is None or not all(other in tensors for other in names):
             yield name, values
         elif part[2] == "q":
-            parts = [tensors[f"{part[1]}_{letter}.{part[3]}"] for letter in "qkv"]
-            yield f"{part[1]}_qkv.{part[3]}", np.concatenate(parts)
+            yield f"{part[1]}_qkv.{part[3]}", np.concatenate([tensors[other] for other in names])
+
+
+def _split(tensors: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
+    """Gate and up of a layer's experts in a tensor each."""
+    for name, values in tensors.items():
+        if "ffn_gate_up_exps" in name:
+            for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+                yield name.replace("gate_up", part), half
+        else:
+            yield name, values
 
 
 def _make(model: SavedModel, path: Path, saver: bool) -> None:

@@ -21,7 +21,7 @@ from ggml_engine.models.architecture import (
 )
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
-from ggml_engine.models.decoder import run_layers
+from ggml_engine.models.decoder import sandwich_norm_decoder
 from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32, positive
 from ggml_engine.models.rope import alternating, read_rope
 from ggml_engine.models.sizes import read_rms_eps, read_sizes, read_softcap, read_window, read_windowed_layers
@@ -58,7 +58,7 @@ def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:
     specs = embedding_and_output(hp)
     for il in range(hp.n_layer):
         specs += norm(hp, "attn_norm", il)
-        specs += attention_weights(hp, il, biases=False)
+        specs += attention_weights(hp, il, biases=True, output_bias=False)
         specs += head_norms(hp, il)
         specs += norm(hp, "post_attention_norm", il)
         specs += norm(hp, "ffn_norm", il)
@@ -69,24 +69,11 @@ def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:
 
 def graph(g: ModelGraph) -> Tensor | None:
     """Logits of the tokens that want them."""
-    x = run_layers(g, g.embed(g.hp.embedding_scale), _layer)
-    return None if x is None else g.logits(x)
-
-
-def _layer(g: ModelGraph, x: Tensor, il: int) -> Tensor | None:
-    hp, prefix = g.hp, f"blk.{il}"
-    q, k, v = g.qkv(g.norm(x, f"{prefix}.attn_norm"), il)
-    q = g.rope(g.norm(q, f"{prefix}.attn_q_norm"), hp.rope[il], f"{prefix}.q_rope")
-    k = g.rope(g.norm(k, f"{prefix}.attn_k_norm"), hp.rope[il], f"{prefix}.k_rope")
-    q = g.b.scale(q, hp.attention_scale, f"{prefix}.q_scaled")
-    attended = g.attention(il, q, k, v, 1.0)
-    if attended is None:
-        return None
-    attended, x = g.at_last_layer(il, attended, x)
-    attended = g.norm(attended, f"{prefix}.post_attention_norm")
-    x = g.b.add(attended, x, f"{prefix}.attn_residual")
-    fed = g.ffn(g.norm(x, f"{prefix}.ffn_norm"), il, "geglu")
-    return g.b.add(g.norm(fed, f"{prefix}.post_ffw_norm"), x, f"{prefix}.ffn_residual")
+    return sandwich_norm_decoder(
+        g,
+        lambda g, x, il: g.self_attention(x, il, scaled_queries=True),
+        lambda g, x, il: g.ffn(x, il, "geglu"),
+    )
 
 
 ARCHITECTURE = Architecture("gemma3", hyperparameters, tensors, graph)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ggml_engine.errors import HyperparameterError
 from ggml_engine.ggml.ops import ROPE_NORMAL, Tensor
 from ggml_engine.models.architecture import (
     Architecture,
@@ -25,18 +24,14 @@ from ggml_engine.models.expert_ffn import expert_ffn, expert_weights
 from ggml_engine.models.experts import Gating, read_experts
 from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32
 from ggml_engine.models.rope import read_original_context, read_rope
-from ggml_engine.models.sizes import read_rms_eps, read_sizes
+from ggml_engine.models.sizes import check_whole_heads, read_rms_eps, read_sizes
 from ggml_engine.models.weights import TensorSpec
 
 
 def hyperparameters(reader: MetadataReader) -> Hyperparameters:
     """Read and check."""
     sizes = read_sizes(reader)
-    head = sizes.n_embd_head_k[0]
-    if sizes.n_rot != head:
-        raise HyperparameterError(
-            reader.key("rope.dimension_count"), f"must equal the head size {head}, is {sizes.n_rot}"
-        )
+    check_whole_heads(reader, sizes)
     experts = None
     if reader.integer("expert_count", 0, 1 << 16, 0):
         experts = read_experts(
@@ -49,7 +44,7 @@ def hyperparameters(reader: MetadataReader) -> Hyperparameters:
         rope=(read_rope(reader, ROPE_NORMAL, sizes),) * sizes.n_layer,
         n_ctx_long=read_original_context(reader, sizes),
         window=(0,) * sizes.n_layer,
-        attention_scale=inverse_sqrt_f32(head),
+        attention_scale=inverse_sqrt_f32(sizes.n_embd_head_k[0]),
         experts=experts,
     )
 

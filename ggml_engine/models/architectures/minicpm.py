@@ -1,8 +1,8 @@
 """`minicpm`: MiniCPM 1 and 4, dense and with experts.
 
 As `granite`, with defaults for the scales, which older files do not have. Hu et al. 2024, arXiv:2404.06395; llama.cpp's
-src/models/minicpm.cpp. Its default of the logits' scale is taken as it is: these logits come out larger than the paper's
-by the square of width over base, in the same order.
+src/models/minicpm.cpp. Its default for logits is taken as it is: they come out larger than the paper's by the square of
+width over base, in the same order.
 """
 
 from __future__ import annotations

@@ -1,0 +1,62 @@
+"""`starcoder2`: StarCoder 2, and Granite's code models in its shape.
+
+Pre-norm by layer norms with biases, biases everywhere, grouped queries, rotation in halves (NEOX), no gate. The models'
+window is not in their files. Lozhkov et al. 2024, arXiv:2402.19173; llama.cpp's src/models/starcoder2.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ggml_engine.ggml.ops import ROPE_NEOX, Tensor
+from ggml_engine.models.architecture import (
+    Architecture,
+    attention_weights,
+    embedding_and_output,
+    ffn_weights,
+    norm,
+    with_biases,
+)
+from ggml_engine.models.blocks import ModelGraph
+from ggml_engine.models.config import Hyperparameters
+from ggml_engine.models.decoder import pre_norm_decoder
+from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32
+from ggml_engine.models.rope import read_rope
+from ggml_engine.models.sizes import check_whole_heads, read_layer_norm_eps, read_sizes
+from ggml_engine.models.weights import TensorSpec
+
+
+def hyperparameters(reader: MetadataReader) -> Hyperparameters:
+    """Read and check."""
+    sizes = read_sizes(reader)
+    check_whole_heads(reader, sizes)
+    return Hyperparameters(
+        architecture="starcoder2",
+        **sizes.keywords(),
+        norm_eps=read_layer_norm_eps(reader),
+        has_layer_norm=True,
+        rope=(read_rope(reader, ROPE_NEOX, sizes),) * sizes.n_layer,
+        window=(0,) * sizes.n_layer,
+        attention_scale=inverse_sqrt_f32(sizes.n_embd_head_k[0]),
+    )
+
+
+def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:
+    """What the file must and may have."""
+    specs = embedding_and_output(hp, norm_bias=True)
+    for il in range(hp.n_layer):
+        specs += norm(hp, "attn_norm", il, bias=True)
+        specs += attention_weights(hp, il, biases=True)
+        specs += norm(hp, "ffn_norm", il, bias=True)
+        specs += ffn_weights(hp, il, biases=True)
+    return with_biases(specs, "attn_output", "ffn_up", "ffn_down")
+
+
+def graph(g: ModelGraph) -> Tensor | None:
+    """Logits of the tokens that want them."""
+    return pre_norm_decoder(
+        g, lambda g, x, il: g.self_attention(x, il), lambda g, x, il: g.ffn(x, il, "gelu")
+    )  # fmt: skip
+
+
+ARCHITECTURE = Architecture("starcoder2", hyperparameters, tensors, graph)
