@@ -100,6 +100,16 @@ def test_clones_rewinds_growth_and_moves_change_no_answer(
     assert error < 1e-6
 
 
+def test_deterministic_logits_do_not_depend_on_steps() -> None:
+    tokens = np.random.default_rng(4).integers(3, VOCAB, 60).tolist()
+    with loaded(model_file("deepseek2"), threads=1) as model:
+        found = []
+        for n in (60, 7, 1):
+            with executor_over(model, deterministic=True, capacity=512) as executor:
+                found.append(feed(executor, executor.open(), tokens, n).tobytes())
+    assert found[1:] == found[:-1]
+
+
 def test_quantised_k_and_v_are_libllamas() -> None:
     path = model_file("deepseek2 wide latents")
     tokens = np.random.default_rng(2).integers(3, VOCAB, 40).tolist()
