@@ -20,6 +20,7 @@ from ggml_engine.models.sizes import Sizes
 # below this, scaled positions leave what an f32 holds exactly, and YaRN's growth comes near zero
 _MIN_SCALING = 1e-3
 _SCALING_RULE = "0 (none) or above 0.001"
+_MAX_LOG_MULTIPLIER = 1000.0
 
 
 def read_rope(
@@ -50,6 +51,12 @@ def read_rope(
     )
     check_rope(reader, rope)
     return rope
+
+
+def read_log_multiplier(reader: MetadataReader) -> float:
+    """YaRN's for all dimensions; 0 where the file has none."""
+    rule = f"0 (none) to {_MAX_LOG_MULTIPLIER:g}"
+    return reader.number("rope.scaling.yarn_log_multiplier", lambda value: 0 <= value <= _MAX_LOG_MULTIPLIER, rule, 0.0)
 
 
 def read_original_context(reader: MetadataReader, sizes: Sizes) -> int:

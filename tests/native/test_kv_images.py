@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from architecture_rows import model_file
 from engines import executor_over, feed, loaded
 from tiny_models import VOCAB, write_gemma3, write_llama
 
@@ -45,6 +46,22 @@ def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
         write_gemma3(path, window=5, n_layer=3, pattern=2)
     with loaded(path, threads=1) as model:
         yield model
+
+
+@pytest.mark.parametrize("row", ["gemma4 per layer inputs, shared layers", "deepseek2", "llama4"])
+@pytest.mark.parametrize("mode", [{}, {**ROWS}], ids=["default", "rows"])
+def test_layers_that_share_and_values_inside_keys_come_back(row: str, mode: dict[str, Any]) -> None:
+    options = {"capacity": 256, **mode}
+    with loaded(model_file(row), threads=1) as model:
+        with executor_over(model, **options) as executor:
+            sequence = executor.open()
+            feed(executor, sequence, TOKENS[:50], 32)
+            image, rows = taken(executor, [(sequence, 50)])
+            assert image.row_bytes == executor.bytes_per_cell
+            want = feed(executor, sequence, TOKENS[50:70])
+        with executor_over(model, **options) as executor:
+            (sequence,) = brought(executor, image, rows)
+            assert feed(executor, sequence, TOKENS[50:70]).tobytes() == want.tobytes()
 
 
 def taken(executor: GgmlExecutor, parts: list[tuple[int, int]], n_part: int = 7) -> tuple[KvImage, Rows]:
