@@ -198,7 +198,7 @@ class ImageTable(SessionTable):
     def commit_image(
         self, incoming: IncomingImage, tokens: Sequence[list[int]], pending: Sequence[int | None]
     ) -> list[SessionState]:
-        """The sessions of an image that is all there."""
+        """The sessions of an image that is all there; snapshots count as used longer ago than all other sessions."""
         self._check_incoming(incoming)
         sequences = incoming.writer.commit()
         self._end_incoming(incoming)
@@ -209,12 +209,16 @@ class ImageTable(SessionTable):
             for sequence in sequences:
                 self.executor.close(sequence)
             raise
+        first_use = min((state.last_use for state in self.sessions), default=0)
         states = [
             self._register(sequence, list(each), is_snapshot=incoming.is_snapshot)
             for sequence, each in zip(sequences, tokens, strict=True)
         ]
         for state, token in zip(states, pending, strict=True):
             state.pending = token
+        if incoming.is_snapshot:
+            for last_use, state in enumerate(states, first_use - len(states)):
+                state.last_use = last_use
         return states
 
     def _check_incoming(self, incoming: IncomingImage) -> None:
