@@ -33,6 +33,8 @@ from ggml_engine.control.saved_names import replacing
 from ggml_engine.errors import SavedStateError
 from ggml_engine.executor.image import Rows
 
+# A pipe or a device of that name must not hold us up, and a link that was made just then is not followed.
+_FLAGS = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOFOLLOW", "O_BINARY"))
 PART_BYTES = 4 << 20  # copied between two forwards in a few milliseconds
 
 
@@ -92,8 +94,9 @@ class SavedFile:
 def open_saved(path: Path, deadline: Deadline) -> Iterator[SavedFile]:
     """Open a file and check it whole. Raises SavedStateError and TimeoutError."""
     try:
-        # a pipe or a device of that name must not hold us up
-        number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        if path.is_symlink():
+            raise SavedStateError("foreign", path, "it is a symbolic link")
+        number = os.open(path, os.O_RDONLY | _FLAGS)
     except FileNotFoundError:
         raise SavedStateError("missing", path, "there is no such file") from None
     except OSError as error:

@@ -127,6 +127,21 @@ def test_pipes_and_directories_are_no_saved_states(tmp_path: Path, live: Bench) 
     refused(live, tmp_path, "foreign", "no regular file", name="two")
 
 
+def test_a_link_is_no_saved_state_and_a_save_takes_its_place(tmp_path: Path, live: Bench, written: bytes) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(written)
+    path = file_of(tmp_path, "one")
+    path.symlink_to(elsewhere)
+    refused(live, tmp_path, "foreign", "symbolic link")
+    with live.session_at([1, 2]) as session:
+        session.save(tmp_path, "one", WAIT_S)
+    assert not path.is_symlink()
+    assert elsewhere.read_bytes() == written
+    through = tmp_path / "through"
+    through.symlink_to(tmp_path)  # a directory is the caller's choice
+    live.runner.load_session(through, "one", WAIT_S).close()
+
+
 def test_a_file_that_is_not_there_is_missing(tmp_path: Path, live: Bench) -> None:
     refused(live, tmp_path, "missing")
     refused(live, tmp_path / "nowhere", "missing")
