@@ -292,6 +292,18 @@ def test_a_file_of_another_model_says_what_it_was_made_for(tmp_path: Path, live:
     assert caught.value.code == "other-kind"
 
 
+def test_what_a_file_says_that_it_was_made_for_does_not_fill_the_screen(tmp_path: Path, live: Bench) -> None:
+    with bench(fingerprint="other") as b, b.session_at() as session:
+        session.save(tmp_path, "one", WAIT_S)
+    forged(file_of(tmp_path, "one"), lambda metadata: metadata["made_for"].update(dict.fromkeys(_KEYS, "x" * 500)))
+    error = refused(live, tmp_path, "other-model", "it has fingerprint 'other' and not 'fake'")
+    assert len(str(error)) < 500
+    assert "\x1b" not in str(error)
+
+
+_KEYS = [f"\x1b[2J{i:0100}" for i in range(1000)]
+
+
 def test_rows_of_another_width_are_refused(tmp_path: Path, live: Bench) -> None:
     with bench(row_bytes=16) as b, b.session_at() as session:
         session.save(tmp_path, "one", WAIT_S)
