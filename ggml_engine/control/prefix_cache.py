@@ -282,8 +282,8 @@ class PrefixCache:
 
         Entries that are there stay, and count as used later than those that are loaded; of the same tokens there is one
         already. The bounds of this cache hold, neither cells nor places are taken from others, and a place for a
-        session is left: where fewer fit, those are loaded that were used last. Raises SavedStateError and TimeoutError;
-        then nothing was loaded.
+        session is left: where fewer fit, those are loaded that were used last. Raises SavedStateError, TimeoutError,
+        ClosedError, and what the executor refuses with; then nothing was loaded.
         """
         self._refuse_in_callback(runner)
         path, deadline = path_of(directory, name), Deadline(timeout)
