@@ -33,8 +33,6 @@ from ggml_engine.control.saved_names import replacing
 from ggml_engine.errors import SavedStateError
 from ggml_engine.executor.image import Rows
 
-# A pipe or a device of that name must not hold us up, and a link that was made just then is not followed.
-_FLAGS = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOFOLLOW", "O_BINARY"))
 PART_BYTES = 4 << 20  # copied between two forwards in a few milliseconds
 
 
@@ -96,7 +94,9 @@ def open_saved(path: Path, deadline: Deadline) -> Iterator[SavedFile]:
     try:
         if path.is_symlink():
             raise SavedStateError("foreign", path, "it is a symbolic link")
-        number = os.open(path, os.O_RDONLY | _FLAGS)
+        # a pipe or a device of that name must not hold us up, and a link that was made just then is not followed
+        flags = sum(getattr(os, flag, 0) for flag in ("O_NONBLOCK", "O_NOFOLLOW", "O_BINARY"))
+        number = os.open(path, os.O_RDONLY | flags)
     except FileNotFoundError:
         raise SavedStateError("missing", path, "there is no such file") from None
     except OSError as error:
