@@ -10,6 +10,7 @@ import pickle
 import struct
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from ggml_engine.control.prefix_cache import PrefixCache
 from ggml_engine.control.runner import Runner
 from ggml_engine.control.saved_format import HEAD, MAGIC, VERSION
 from ggml_engine.control.saved_names import names_in
-from ggml_engine.errors import EngineError, SavedStateError
+from ggml_engine.errors import ContextLengthError, EngineError, SavedStateError
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -302,6 +303,22 @@ def test_what_a_file_says_that_it_was_made_for_does_not_fill_the_screen(tmp_path
 
 
 _KEYS = [f"\x1b[2J{i:0100}" for i in range(1000)]
+
+
+def test_more_tokens_than_a_session_can_have_are_refused_before_they_are_unpacked(
+    tmp_path: Path, live: Bench, written: bytes
+) -> None:
+    path, n = file_of(tmp_path, "one"), 1 << 20
+    path.write_bytes(written)
+    forged(path, lambda m: (m.update(n_rows=0), m["sequences"][0].update(n_tokens=n, n_rows=0)), lambda _: bytes(4 * n))
+    tracemalloc.start()
+    try:
+        with untouched(live, may_ask=True), pytest.raises(ContextLengthError):
+            live.runner.load_session(tmp_path, "one", WAIT_S)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * path.stat().st_size
 
 
 def test_rows_of_another_width_are_refused(tmp_path: Path, live: Bench) -> None:
