@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from architecture_rows import model_file
 from engines import executor_over, feed, loaded
+from moves import move_at_every_step
 from tiny_models import VOCAB, write_gemma3, write_llama
 
 from ggml_engine.errors import AllocationError, CacheError, ClosedError, InputError, PositionError
@@ -157,6 +158,38 @@ def test_a_beginning_can_be_taken_while_its_sequence_goes_on(model: Model) -> No
             reader.read(0, 20)
         with pytest.raises(PositionError, match="11 positions of sequence"):
             executor.read_image([(sequence, 11)])
+
+
+def test_cells_that_are_read_or_brought_in_stay_where_they_are_while_others_are_moved(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with executor_over(model, capacity=256, run=4, read_block=8, attention="flash", v_layout="rows") as executor:
+        source, beside, gone = (executor.open() for _ in range(3))
+        for start in range(0, 32, 4):  # in turns, a run each
+            for sequence in (source, beside, gone):
+                feed(executor, sequence, TOKENS[start : start + 4])
+        image, rows = taken(executor, [(source, 32)])
+        clone = executor.clone(source, 32)
+        assert clone is not None
+        reader = executor.read_image([(clone, 32)])
+        writer = executor.write_image(image)
+        assert reader is not None
+        assert writer is not None
+        executor.close(gone)
+        move_at_every_step(monkeypatch)
+        found = []
+        for start in range(0, 32, 8):
+            found.append(reader.read(start, 8))
+            writer.write(rows[start : start + 8])
+            for sequence in (source, beside):
+                feed(executor, sequence, TOKENS[32 + start : 40 + start])
+        assert executor.stats()["moves"] > 0, "nothing was moved"
+        assert np.concatenate(found).tobytes() == rows.tobytes()
+        (loaded_sequence,) = writer.commit()
+        assert stored(executor, loaded_sequence) == stored(executor, clone)
+        executor.close(source)
+        feed(executor, beside, TOKENS[:4])
+        assert reader.read(0, 32).tobytes() == rows.tobytes()
 
 
 def test_rows_do_not_depend_on_the_layout(model: Model) -> None:

@@ -122,6 +122,14 @@ def test_a_directory_that_is_not_there_is_noticed_before_anything_is_loaded(engi
     assert not engine.is_loaded
 
 
+def test_a_report_is_not_written_over_by_a_text(engine, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["batch", "m", "a", "b", "--out-prefix", "o", "--report", f"{tmp_path}/o-2-1.txt"]) == 1
+    assert "o-2-1.txt is to be written twice" in capsys.readouterr().err
+    assert not engine.is_loaded
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_that_cannot_be_finished_is_not_there(engine, tmp_path, capsys, monkeypatch) -> None:
     def full(_from: str, _to: str) -> None:
         raise OSError(28, "No space left on device")
