@@ -14,6 +14,7 @@ import click
 from ggml_engine.cli.boundary import Settings, exit_code
 from ggml_engine.cli.check import check
 from ggml_engine.cli.devices import devices
+from ggml_engine.cli.models import models
 from ggml_engine.cli.pull import pull
 from ggml_engine.cli.run import run
 
@@ -41,7 +42,7 @@ def cli() -> None:
     """Run GGUF language models in a Python process."""
 
 
-for _command in (run, pull, devices, check):
+for _command in (run, pull, devices, models, check):
     cli.add_command(_command)
 
 
