@@ -113,6 +113,7 @@ BOTH = [
     value_case(43, "rope.freq_base", 1e300, "above 0", kind=FLOAT64),
     value_case(43, "rope.freq_base", "big", "number", "'big'"),
     *(value_case(43, "rope.scaling.factor", factor, "above 0.001") for factor in (NAN, -1.0, INF, 1e-40)),
+    *(value_case(43, "rope.scaling.attn_factor", factor, "above 0 and at most 1000") for factor in (NAN, 0.0, -1.0, 1001.0, INF)),
     value_case(43, "rope.scaling.type", "magic", "'magic'"),
     value_case(43, "rope.scaling.type", 5, "string", "5"),
     value_case(43, "rope.scaling.original_context_length", 0, "0"),
@@ -144,11 +145,23 @@ LLAMA = [
     value_case(60, "expert_count", 2**31, "2147483648"),
     Case(60, "experts", key("expert_count", 8), HyperparameterError, ("llama.expert_used_count", "does not have")),
     value_case(62, "attention.value_length", 8, "key_length 16", "8"),
-    Case(62, "another key_length", key("attention.key_length", 64), HyperparameterError, ("llama.attention.value_length", "key_length 64", "16")),
+    Case(
+        62,
+        "another key_length",
+        key("attention.key_length", 64),
+        HyperparameterError,
+        ("llama.attention.value_length", "key_length 64", "16"),
+    ),
 ]
 GEMMA = [
     Case(62, "another value_length", key("attention.value_length", 8), WeightError, ("attn_v.weight", "expected")),
-    Case(62, "another key_length", lambda f: (key("attention.key_length", 64)(f), without("rope.dimension_count")(f)), ModelError, ("attn_q.weight", "expected")),
+    Case(
+        62,
+        "another key_length",
+        lambda f: (key("attention.key_length", 64)(f), without("rope.dimension_count")(f)),
+        ModelError,
+        ("attn_q.weight", "expected"),
+    ),
     value_case(61, "attention.sliding_window", -1, "-1", kind=INT32),
     value_case(61, "attention.sliding_window", 5.0, "integer", "5.0"),
     value_case(61, "attention.sliding_window", 2**32 - 1, "4294967295"),

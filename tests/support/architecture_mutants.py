@@ -117,7 +117,7 @@ def _shape(forge: GGUFForge, name: str, shape: tuple[int, ...]) -> None:
 
 def _type(forge: GGUFForge, name: str, kind: int, width: float) -> None:
     tensor = find_tensor(forge, name)
-    tensor.kind, tensor.data = kind, bytes(int(np.prod(tensor.shape) * width))
+    tensor.kind, tensor.data = kind, b"!" * int(np.prod(tensor.shape) * width)  # small numbers in most types
 
 
 def copied(forge: GGUFForge) -> GGUFForge:
