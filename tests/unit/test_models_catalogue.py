@@ -158,3 +158,39 @@ def test_an_architecture_without_a_graph_is_refused_with_what_would_run_it(
     assert str(path) in message
     assert all(part in message for part in parts)
     assert ("--engine" in message) == (Entry(name, LLAMA_ARCHITECTURES.get(name, Kind.NAME_ONLY)).engine == "llama")
+
+
+def added_lines() -> dict[str, str]:
+    """What docs/adding-a-model.md says to add, by the file that it says."""
+    text = (ROOT / "docs/adding-a-model.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^`([^`\n]+)`\n\n```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return {
+        name: "".join(f"{line[1:]}\n" for line in block.splitlines() if line.startswith("+")) for name, block in blocks
+    }
+
+
+@pytest.mark.source_tree
+def test_the_example_of_an_added_architecture_is_what_is_there() -> None:
+    added = added_lines()
+    assert set(added) == {
+        "ggml_engine/models/registry.py",
+        "tests/support/architecture_rows.py",
+        "ggml_engine/models/architectures/arcee.py",
+    }
+    for name, lines in added.items():
+        assert lines in (ROOT / name).read_text(encoding="utf-8")
+    assert added["ggml_engine/models/architectures/arcee.py"] == (
+        ROOT / "ggml_engine/models/architectures/arcee.py"
+    ).read_text(encoding="utf-8")
+
+
+@pytest.mark.source_tree
+def test_what_the_page_about_adding_names_is_there() -> None:
+    text = (ROOT / "docs/adding-a-model.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"\b(?:ggml_engine|models|tests|docs)/[\w/]+(?:\.py|\.md|/)", text))
+    assert len(paths) > 12
+    missing = [path for path in paths if not any((ROOT / base / path).exists() for base in ("", "ggml_engine"))]
+    assert missing == []
+    blocks = (ROOT / "ggml_engine/models/blocks.py").read_text(encoding="utf-8")
+    (steps,) = re.findall(r"has the steps: ([^;]+);", text)
+    assert [step for step in re.findall(r"`(\w+)`", steps) if f"    def {step}(" not in blocks] == []
