@@ -2,8 +2,9 @@
 
     python architecture_mutants.py N SEED MODEL.gguf...
 
-The keys are those that the architecture asks the file for, there or not; each gets every value of `VALUES`. A tensor of
-each name in a layer is missing, of another shape, of another type. Each mutant has its own forked process, which loads
+The keys are those that the architecture asks the file for, there or not; each gets every value of `VALUES`. Heads are of
+other sizes, with as many elements in all, so that the weights still fit. A tensor of each name in a layer is missing, of
+another shape, of another type. Each mutant has its own forked process, which loads
 it, prefills and decodes. N of them are tried of each model (0: all). Prints one line of JSON: by model, how many were
 refused by a typed error, ran, or came to a typed error later, and those that did otherwise: a signal, an endless run,
 another exception, or logits that are no numbers.
@@ -83,12 +84,39 @@ def mutants(path: Path, forge: GGUFForge) -> Iterator[tuple[str, Change]]:
             yield f"{key} = {value!r}", lambda f, key=key, v=whole, k=kinds: set_key(f, key, v, **k)  # type: ignore[misc]
         for values in ([1], [0] * (n_layer - 1) + [3], [1, 2] * n_layer):
             yield f"{key} = {values[:4]!r}...", lambda f, key=key, v=values: set_key(f, key, v)  # type: ignore[misc]
+    for n_times in (2, 4, 8, 16, 0.5, 0.25):
+        yield f"{n_times} times the heads", lambda f, n=n_times: _heads(f, n)  # type: ignore[misc]
     seen = set()
     for tensor in forge.tensors:
         name, part = str(tensor.name), re.sub(r"blk\.\d+", "blk", str(tensor.name))
         if part not in seen:
             seen.add(part)
             yield from _of_tensor(name, tensor.shape)
+
+
+def _heads(forge: GGUFForge, n_times: float) -> None:
+    """So many times the heads, each the smaller for it."""
+    of_name = {str(value.key): value.value for value in forge.values}
+    prefix = of_name["general.architecture"]
+    n_head = of_name[f"{prefix}.attention.head_count"]
+    size = of_name.get(f"{prefix}.attention.key_length", of_name[f"{prefix}.embedding_length"] // n_head)
+    n_rot = of_name.get(f"{prefix}.rope.dimension_count", size)
+    counts = {"attention.head_count": n_head, "attention.head_count_kv": of_name[f"{prefix}.attention.head_count_kv"]}
+    sizes = {"attention.key_length": size, "attention.value_length": size, "rope.dimension_count": n_rot}
+    for name, n in counts.items():
+        set_key(forge, f"{prefix}.{name}", max(1, int(n * n_times)))
+    for name, n in sizes.items():
+        set_key(forge, f"{prefix}.{name}", max(1, int(n / n_times)))
+    for tensor in forge.tensors:
+        if re.search(r"attn_[qk]_norm", str(tensor.name)) and tensor.shape == (size,):
+            _resize(tensor, max(1, int(size / n_times)))
+        elif "sinks" in str(tensor.name):
+            _resize(tensor, max(1, int(n_head * n_times)))
+
+
+def _resize(tensor: Any, n: int) -> None:
+    """A row of f32 of another length."""
+    tensor.shape, tensor.data = (n,), (tensor.data * (4 * n // len(tensor.data) + 1))[: 4 * n]
 
 
 def _of_tensor(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Change]]:
