@@ -22,6 +22,7 @@ _MIN_SCALING = 1e-3
 _SCALING_RULE = "0 (none) or above 0.001"
 # queries and keys grow by it: beyond this they leave the range of f16, in which keys are kept
 _MAX_ATTN_FACTOR = 1000.0
+_MAX_LOG_MULTIPLIER = 1000.0
 
 
 def read_rope(
@@ -54,6 +55,12 @@ def read_rope(
     )
     check_rope(reader, rope)
     return rope
+
+
+def read_log_multiplier(reader: MetadataReader) -> float:
+    """YaRN's for all dimensions; 0 where the file has none."""
+    rule = f"0 (none) to {_MAX_LOG_MULTIPLIER:g}"
+    return reader.number("rope.scaling.yarn_log_multiplier", lambda value: 0 <= value <= _MAX_LOG_MULTIPLIER, rule, 0.0)
 
 
 def read_original_context(reader: MetadataReader, sizes: Sizes) -> int:
