@@ -14,6 +14,7 @@ from ggml_engine.errors import CancelledError, ModelError, UnsupportedArchitectu
 from ggml_engine.ggml.backends import choose_device
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.library import Libraries, captured_log, ffi, load, running_graph
+from ggml_engine.ggml.llama_architectures import LLAMA_ARCHITECTURES
 from ggml_engine.ggml.llama_checks import check_for_libllama
 from ggml_engine.ggml.llama_rehearsal import rehearse
 
@@ -65,9 +66,15 @@ class LlamaModel:
         """Let libllama load an open file; options as in `load_model`. `rehearsed` tries it in a child process first.
 
         Raises ModelError and its kinds, with libllama's reason where it gives one, DeviceError and CancelledError;
-        UnsupportedArchitectureError for an encoder, which generates nothing.
+        UnsupportedArchitectureError for what is no decoder (`LLAMA_ARCHITECTURES`), which generates nothing.
         """
         check_for_libllama(file)
+        kind = LLAMA_ARCHITECTURES.get(str(file.metadata.get("general.architecture")))
+        if kind is not None and not kind.is_decoder:
+            name = file.metadata.get("general.architecture")
+            raise UnsupportedArchitectureError(
+                f"{file.path} holds a {name!r} model ({kind.value}): only decoders generate text here"
+            )
         if rehearsed:
             rehearse(file)
         libraries = load()

@@ -319,6 +319,20 @@ def test_encoders_are_refused() -> None:
         pass
 
 
+@pytest.mark.parametrize(("name", "kind"), [("llama-embed", "encoder"), ("eagle3", "draft"), ("qwen3tts", "speech")])
+def test_what_is_no_decoder_does_not_reach_libllama(tmp_path: Path, name: str, kind: str) -> None:
+    """libllama would load the first, and compute its attention without what came before."""
+    forge = taken_apart(write_llama(tmp_path / "llama.gguf"))
+    set_key(forge, "general.architecture", name)
+    for value in forge.values:
+        value.key = str(value.key).replace("llama.", f"{name}.") if str(value.key).startswith("llama.") else value.key
+    with (
+        pytest.raises(UnsupportedArchitectureError, match=rf"'{name}'.*{kind}.*only decoders"),
+        libllama_running(forge.write(tmp_path / "model.gguf")),
+    ):
+        pass
+
+
 REFUSED: dict[str, tuple[Any, type[ModelError], str]] = {
     "no layers": (lambda f: set_key(f, "llama.block_count", 0), HyperparameterError, "block_count"),
     "too many layers": (lambda f: set_key(f, "llama.block_count", 513), HyperparameterError, "512"),
