@@ -29,7 +29,7 @@ class LlamaModel:
 
     `keeps_positions` is whether its memory holds every position by itself (attention), so that a sequence can go back
     to any of them; a recurrent state is that of the last position alone, and hybrid models have both. `window` is its
-    widest sliding window in tokens, 0 for none.
+    widest sliding window in tokens, 0 for none. `max_positions` is how many positions it has vectors for, 0 for any.
     """
 
     def __init__(self, libraries: Libraries, file: GGUFFile, ptr: Any, device_kind: str) -> None:
@@ -43,6 +43,8 @@ class LlamaModel:
         self.n_vocab = int(llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(ptr)))
         self.n_ctx_train = int(llama.llama_model_n_ctx_train(ptr))
         self.n_embd = int(llama.llama_model_n_embd_inp(ptr))
+        table = file.tensors.get("position_embd.weight")
+        self.max_positions = 0 if table is None else table.shape[-1]
         self.window = max(0, int(llama.llama_model_n_swa(ptr)))
         is_recurrent = llama.llama_model_is_recurrent(ptr) or llama.llama_model_is_hybrid(ptr)
         self.keeps_positions = not is_recurrent and self.architecture not in _COMPRESSED
