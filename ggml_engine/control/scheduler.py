@@ -33,6 +33,7 @@ from ggml_engine.errors import (
     InputError,
     PoisonedError,
     PoolFullError,
+    SequenceLimitError,
     SessionError,
 )
 from ggml_engine.executor.prepared import PreparedInput
@@ -418,8 +419,12 @@ class Scheduler(ImageTable):
     # ---- room
 
     def _make_room(self, parts: list[Part], error: PoolFullError) -> list[Part]:
-        """What to try after a step that found too few cells: snapshots go first, then prefills wait, then a victim."""
-        if self._evict_snapshot():
+        """What to try after a step that found too few cells, or too few sequences that may have tokens.
+
+        Snapshots go first, then prefills wait, then a victim.
+        """
+        lacks_sequences = isinstance(error, SequenceLimitError)
+        if self._evict_snapshot_with_tokens() if lacks_sequences else self._evict_snapshot():
             return parts
         decodes = [part for part in parts if not part.is_prefill]
         if decodes and len(decodes) < len(parts):
