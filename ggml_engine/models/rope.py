@@ -21,6 +21,7 @@ from ggml_engine.models.sizes import Sizes
 _MIN_SCALING = 1e-3
 _SCALING_RULE = "0 (none) or above 0.001"
 _MAX_LOG_MULTIPLIER = 1000.0
+_MAX_ATTENTION_FACTOR = 1000.0  # scores grow with its square, and an infinite one makes NaN of all
 
 
 def read_rope(
@@ -37,7 +38,12 @@ def read_rope(
     factor_key = "rope.scaling.factor" if "rope.scaling.factor" in reader else "rope.scale_linear"
     factor = reader.number(factor_key, lambda value: value == 0 or value > _MIN_SCALING, _SCALING_RULE, 0.0)
     scale = 1.0 if factor == 0.0 or kind == "none" else float(np.float32(1.0) / np.float32(factor))
-    attn_factor = reader.number("rope.scaling.attn_factor", positive, "above 0", 1.0)
+    attn_factor = reader.number(
+        "rope.scaling.attn_factor",
+        lambda value: 0 < value <= _MAX_ATTENTION_FACTOR,
+        f"above 0 and up to {_MAX_ATTENTION_FACTOR:g}",
+        1.0,
+    )
     if kind == "yarn":
         attn_factor = float(_yarn_attention(scale, log_multiplier, log_multiplier_over) * np.float32(attn_factor))
     rope = Rope(
