@@ -374,6 +374,15 @@ def test_a_file_that_ends_a_process_in_libllama_ends_a_child(tmp_path: Path) -> 
             rehearse(file)
 
 
+def test_a_rehearsal_runs_no_code_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("subprocess.py", "numpy.py", "ggml_engine.py"):
+        (tmp_path / name).write_text(f"open('{name}.has_run', 'w').close()\n")
+    with GGUFFile.open(model_file("mamba")) as file:
+        rehearse(file)
+    assert not list(tmp_path.glob("*.has_run"))
+
+
 def test_an_architecture_that_nobody_knows_is_told(tmp_path: Path) -> None:
     forge = taken_apart(write_llama(tmp_path / "whole.gguf"))
     set_key(forge, "general.architecture", "llama9")
