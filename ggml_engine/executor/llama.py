@@ -264,7 +264,7 @@ class LlamaExecutor(Executor):
                 width = self.model.n_embd
                 raise InputError(f"{piece.source.kind} that are not rows of {width} numbers made for this model")
 
-    def _check_positions(self, positions: npt.NDArray[np.int64]) -> None:
+    def _check_positions(self, positions: npt.NDArray[np.integer[Any]]) -> None:
         """Raise ContextLengthError for a position that the model has no vector for: ggml dies of it."""
         limit = self.model.max_positions
         if limit and (needed := int(positions.max()) + 1) > limit:
