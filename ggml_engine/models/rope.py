@@ -14,6 +14,7 @@ import numpy as np
 from ggml_engine.errors import GraphError, HyperparameterError
 from ggml_engine.ggml.gguf import GGUFArray
 from ggml_engine.ggml.ops import Rope
+from ggml_engine.ggml.ops.rope import MAX_ATTENTION_FACTOR
 from ggml_engine.models.metadata import MetadataReader, positive
 from ggml_engine.models.sizes import Sizes
 
@@ -21,7 +22,6 @@ from ggml_engine.models.sizes import Sizes
 _MIN_SCALING = 1e-3
 _SCALING_RULE = "0 (none) or above 0.001"
 _MAX_LOG_MULTIPLIER = 1000.0
-_MAX_ATTENTION_FACTOR = 1000.0  # scores grow with its square, and an infinite one makes NaN of all
 
 
 def read_rope(
@@ -40,8 +40,8 @@ def read_rope(
     scale = 1.0 if factor == 0.0 or kind == "none" else float(np.float32(1.0) / np.float32(factor))
     attn_factor = reader.number(
         "rope.scaling.attn_factor",
-        lambda value: 0 < value <= _MAX_ATTENTION_FACTOR,
-        f"above 0 and up to {_MAX_ATTENTION_FACTOR:g}",
+        lambda value: 0 < value <= MAX_ATTENTION_FACTOR,
+        f"above 0 and up to {MAX_ATTENTION_FACTOR:g}",
         1.0,
     )
     if kind == "yarn":

@@ -337,6 +337,9 @@ REFUSED: dict[str, tuple[Any, type[ModelError], str]] = {
     "a base that is no number": (
         lambda f: set_key(f, "llama.rope.freq_base", float("nan")), HyperparameterError, "finite",
     ),
+    "a factor that makes scores infinite": (
+        lambda f: set_key(f, "llama.rope.scaling.attn_factor", 1e30), HyperparameterError, "attn_factor.*up to 1000",
+    ),
     "a negative epsilon": (
         lambda f: set_key(f, "llama.attention.layer_norm_rms_epsilon", -1.0), HyperparameterError, "above 0",
     ),
