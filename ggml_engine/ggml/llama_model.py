@@ -30,7 +30,7 @@ class LlamaModel:
 
     `keeps_positions` is whether its memory holds every position by itself (attention), so that a sequence can go back
     to any of them; a recurrent state is that of the last position alone, and hybrid models have both. `window` is its
-    widest sliding window in tokens, 0 for none.
+    widest sliding window in tokens, 0 for none. `max_positions` is how many positions it has vectors for, 0 for any.
     """
 
     def __init__(self, libraries: Libraries, file: GGUFFile, ptr: Any, device_kind: str) -> None:
@@ -41,9 +41,12 @@ class LlamaModel:
         self.device_kind = device_kind
         self.architecture = str(file.metadata.get("general.architecture"))
         self._ptr = ptr
+        self._contexts: set[Any] = set()
         self.n_vocab = int(llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(ptr)))
         self.n_ctx_train = int(llama.llama_model_n_ctx_train(ptr))
         self.n_embd = int(llama.llama_model_n_embd_inp(ptr))
+        table = file.tensors.get("position_embd.weight")
+        self.max_positions = 0 if table is None else table.shape[-1]
         self.window = max(0, int(llama.llama_model_n_swa(ptr)))
         is_recurrent = llama.llama_model_is_recurrent(ptr) or llama.llama_model_is_hybrid(ptr)
         self.keeps_positions = not is_recurrent and self.architecture not in _COMPRESSED
@@ -118,8 +121,27 @@ class LlamaModel:
             raise ModelError("the model was freed before")
         return self._ptr
 
+    def make_context(self, params: Any) -> Any:
+        """A native context over the weights, NULL where libllama makes none. It does not outlive them."""
+        context = self.libraries.llama.llama_init_from_model(self.ptr, params)
+        if context != ffi.NULL:
+            self._contexts.add(context)
+        return context
+
+    def has_context(self, context: Any) -> bool:
+        """Whether it is one of these, and not freed."""
+        return context in self._contexts
+
+    def free_context(self, context: Any) -> None:
+        """Free a context over the weights; idempotent."""
+        if context in self._contexts:
+            self._contexts.remove(context)
+            self.libraries.llama.llama_free(context)
+
     def free(self) -> None:
-        """Free the weights; idempotent. Contexts over them must be freed before."""
+        """Free the weights and what contexts there are over them; idempotent."""
+        for context in list(self._contexts):  # where both are garbage, the weights may come first
+            self.free_context(context)
         ptr, self._ptr = self._ptr, None
         if ptr is not None:
             self.libraries.llama.llama_model_free(ptr)

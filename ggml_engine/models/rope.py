@@ -14,14 +14,13 @@ import numpy as np
 from ggml_engine.errors import GraphError, HyperparameterError
 from ggml_engine.ggml.gguf import GGUFArray
 from ggml_engine.ggml.ops import Rope
+from ggml_engine.ggml.ops.rope import MAX_ATTENTION_FACTOR
 from ggml_engine.models.metadata import MetadataReader, positive
 from ggml_engine.models.sizes import Sizes
 
 # below this, scaled positions leave what an f32 holds exactly, and YaRN's growth comes near zero
 _MIN_SCALING = 1e-3
 _SCALING_RULE = "0 (none) or above 0.001"
-# queries and keys grow by it: beyond this they leave the range of f16, in which keys are kept
-_MAX_ATTN_FACTOR = 1000.0
 _MAX_LOG_MULTIPLIER = 1000.0
 
 
@@ -40,7 +39,10 @@ def read_rope(
     factor = reader.number(factor_key, lambda value: value == 0 or value > _MIN_SCALING, _SCALING_RULE, 0.0)
     scale = 1.0 if factor == 0.0 or kind == "none" else float(np.float32(1.0) / np.float32(factor))
     attn_factor = reader.number(
-        "rope.scaling.attn_factor", lambda value: 0 < value <= _MAX_ATTN_FACTOR, "above 0 and at most 1000", 1.0
+        "rope.scaling.attn_factor",
+        lambda value: 0 < value <= MAX_ATTENTION_FACTOR,
+        f"above 0 and up to {MAX_ATTENTION_FACTOR:g}",
+        1.0,
     )
     if kind == "yarn":
         attn_factor = float(_yarn_attention(scale, log_multiplier, log_multiplier_over) * np.float32(attn_factor))

@@ -114,7 +114,7 @@ BOTH = [
     value_case(43, "rope.freq_base", 1e300, "above 0", kind=FLOAT64),
     value_case(43, "rope.freq_base", "big", "number", "'big'"),
     *(value_case(43, "rope.scaling.factor", factor, "above 0.001") for factor in (NAN, -1.0, INF, 1e-40)),
-    *(value_case(43, "rope.scaling.attn_factor", factor, "above 0 and at most 1000") for factor in (NAN, 0.0, -1.0, 1001.0, INF)),
+    *(value_case(43, "rope.scaling.attn_factor", factor, "above 0 and up to 1000") for factor in (NAN, 0.0, -1.0, 1001.0, INF)),
     value_case(43, "rope.scaling.type", "magic", "'magic'"),
     value_case(43, "rope.scaling.type", 5, "string", "5"),
     value_case(43, "rope.scaling.original_context_length", 0, "0"),
