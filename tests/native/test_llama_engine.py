@@ -77,7 +77,7 @@ def test_auto_is_native_where_there_is_a_graph_and_says_why(tmp_path: Path, capl
 
 def test_what_the_engines_cannot_do_is_refused_with_what_can(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "model.gguf")
-    with pytest.raises(UnsupportedArchitectureError, match="engine 'llama' runs what libllama does"):
+    with pytest.raises(UnsupportedArchitectureError, match=r"engine 'llama' .* runs it"):
         load(model_file("mamba"), engine="native")
     with pytest.raises(OptionError, match=r"deterministic mode.*no graph for 'mamba'"):
         load(model_file("mamba"), engine="auto", deterministic=True)

@@ -23,7 +23,7 @@ from ggml_engine.models.decoder import pre_norm_decoder
 from ggml_engine.models.expert_ffn import expert_ffn, expert_weights
 from ggml_engine.models.experts import Gating, read_experts
 from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32
-from ggml_engine.models.rope import read_original_context, read_rope
+from ggml_engine.models.rope import read_long_context, read_rope
 from ggml_engine.models.sizes import check_whole_heads, read_rms_eps, read_sizes
 from ggml_engine.models.weights import TensorSpec
 
@@ -35,14 +35,14 @@ def hyperparameters(reader: MetadataReader) -> Hyperparameters:
     experts = None
     if reader.integer("expert_count", 0, 1 << 16, 0):
         experts = read_experts(
-            reader, sizes.n_layer, n_ff=sizes.n_ff[0], gating=Gating.SOFTMAX, normalised=True,
+            reader, sizes.n_layer, n_ff=sizes.n_ff[0], gating=Gating.SOFTMAX, normalised=True, weight_scale=1.0,
         )  # fmt: skip
     return Hyperparameters(
         architecture="llama",
         **sizes.keywords(),
         norm_eps=read_rms_eps(reader),
         rope=(read_rope(reader, ROPE_NORMAL, sizes),) * sizes.n_layer,
-        n_ctx_long=read_original_context(reader, sizes),
+        n_ctx_long=read_long_context(reader, sizes),
         window=(0,) * sizes.n_layer,
         attention_scale=inverse_sqrt_f32(sizes.n_embd_head_k[0]),
         experts=experts,
