@@ -1,6 +1,7 @@
 """No file ends the process, whatever it says of a model of any architecture: `architecture_mutants`, in child processes.
 
-The model is that of the architecture's first row. The default lane tries some mutants of each, the slow one all.
+The model is that of the architecture's first row. The default lane tries a few mutants of each, the slow one many; all of
+them (13 s for each architecture): `python tests/support/architecture_mutants.py 0 1 FILE`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from architecture_rows import ROWS, model_file
 from ggml_engine.models.registry import ARCHITECTURES
 
 N_OF_EACH = 12
+N_SLOW = 150
 N_BATCHES = 6
 BATCHES = [ARCHITECTURES[first::N_BATCHES] for first in range(N_BATCHES)]
 
@@ -55,10 +57,10 @@ def test_some_mutants_of_every_architecture_are_refused_or_run(batch: tuple[str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_all_mutants_of_an_architecture_are_refused_or_run(architecture: str) -> None:
-    (figures,) = run_mutants(0, 1, architecture).values()
-    assert figures["refused"] > 300
-    assert figures["ran"] > 30
+def test_many_mutants_of_an_architecture_are_refused_or_run(architecture: str) -> None:
+    (figures,) = run_mutants(N_SLOW, 2, architecture).values()
+    assert figures["refused"] > N_SLOW // 4
+    assert figures["ran"] > N_SLOW // 20
 
 
 def test_the_keys_that_are_tried_are_those_that_the_architecture_reads() -> None:
