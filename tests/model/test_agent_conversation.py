@@ -34,7 +34,7 @@ class Size:
     n_reply: int
 
 
-SHORT, WHOLE = Size(0, 4), Size(5, 24)
+SHORT, WHOLE = Size(0, 4), Size(2, 24)
 
 
 @dataclass
@@ -169,4 +169,4 @@ def test_a_whole_conversation_evaluates_what_is_new(how: How) -> None:  # R40 R7
     # more cells than the model's context has: what leaves a shared run of cells begins another one
     with Engine.load(smollm2(), ctx=2 * CONTEXT) as engine:
         agent = converse(engine, how, WHOLE)
-    assert 7000 < agent.n_tokens < CONTEXT
+    assert 7000 < agent.n_tokens < 7500 < CONTEXT

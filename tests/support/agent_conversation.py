@@ -67,13 +67,23 @@ def opening(*, has_tools: bool) -> str:
                 },
             },
         }
-        for name, (what, parameters) in _TOOLS.items()
+        for name, (what, parameters) in (_TOOLS | _tools_of_parts()).items()
     ]
     rules = "\n".join(f"{number}. {rule}" for number, rule in enumerate(_RULES, 1))
     text = f"You are a careful programmer who works on a small library in Python.\n\n{rules}"
     if has_tools:
         text += f"\n\nYou can call these tools:\n{json.dumps(tools, indent=1)}"
     return f"<|im_start|>system\n{text}<|im_end|>\n"
+
+
+def _tools_of_parts() -> dict[str, tuple[str, dict[str, str]]]:
+    """Three more tools for most parts of the project: agents carry many."""
+    found: dict[str, tuple[str, dict[str, str]]] = {}
+    for part in _PARTS[:10]:
+        found[f"outline_of_{part}"] = (f"List what the {part} defines.", {"depth": "How many levels, from 1."})
+        found[f"history_of_{part}"] = (f"Show the last changes of the {part}.", {"n": "How many.", "since": "A day."})
+        found[f"profile_of_{part}"] = (f"Measure where the {part} spends its time.", {"path": "The file to run it on."})
+    return found
 
 
 def request(turn: int, n_functions: int, attempt: int = 0) -> str:
