@@ -36,6 +36,7 @@ from ggml_engine.executor.protocol import Executor
 from ggml_engine.ggml.abort import AbortFlag
 from ggml_engine.ggml.backends import Graph, get_data, host_view
 from ggml_engine.ggml.ops import GraphBuilder
+from ggml_engine.ggml.ops.experts import n_tensors_apart
 from ggml_engine.models.attention import AttentionForm
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.model import Model
@@ -45,6 +46,7 @@ from ggml_engine.pool.registry import CacheConfig, build_cache
 _NODES_PER_LAYER = 72  # an upper bound for every architecture here; a graph that needs more is refused, not cut
 _NODES_OF_EXPERTS = 64  # router, products and shared experts
 _NODES_PER_EXPERT = 2  # of those that a token passes
+_PRODUCTS_OF_EXPERTS = 3  # gate, up and down
 _NODES_PER_PIECE = 8  # views, products and sums for every span that is read
 _NODES_BESIDE = 64
 _MAX_LOCKED_BYTES = 8 << 20  # a copy of at most a millisecond, during which Python's lock is kept
@@ -362,6 +364,8 @@ class GgmlExecutor(Executor):
         n_per_layer = _NODES_PER_LAYER + _NODES_PER_PIECE * n_pieces
         if hp.experts is not None:
             n_per_layer += _NODES_OF_EXPERTS + _NODES_PER_EXPERT * hp.experts.n_used
+            if self.options.deterministic:
+                n_per_layer += _PRODUCTS_OF_EXPERTS * n_tensors_apart(key.n_tokens)
         max_tensors = hp.n_layer * n_per_layer + _NODES_BESIDE
         b = GraphBuilder(self.model.libraries, max_tensors, len(self.model.weights) + 2 * hp.n_layer)
         try:
@@ -379,6 +383,7 @@ class GgmlExecutor(Executor):
                 inputs,
                 self.form,
                 inputs.prepared,
+                rows_apart=self.options.deterministic,
             )
             logits = self.model.architecture.graph(g)
             if logits is not None:

@@ -45,6 +45,7 @@ class ModelGraph:
     kv: KvStore
     form: AttentionForm
     prepared: PreparedRows | None = None
+    rows_apart: bool = False  # a token's bits must not depend on what the others are
 
     def weight(self, name: str) -> Tensor:
         """A required tensor; `name` without ".weight"."""

@@ -190,7 +190,8 @@ def _gate_and_up(g: ModelGraph, x: Tensor, chosen: Tensor, prefix: str) -> tuple
 
 def _product(g: ModelGraph, x: Tensor, chosen: Tensor, weight: str) -> Tensor:
     """Every chosen expert's weight times x, with its scale and bias where the file has them."""
-    y = g.b.mul_mat_id(g.weight(weight), x, chosen, f"{weight}.out")
+    multiply = g.b.mul_mat_id_apart if g.rows_apart else g.b.mul_mat_id
+    y = multiply(g.weight(weight), x, chosen, f"{weight}.out")
     if (scale := g.weights.get(f"{weight}.scale")) is not None:
         n_expert, n_tokens = scale.ne[0], chosen.ne[1]
         scales = g.b.repeat_to(g.b.reshape(scale, 1, n_expert, 1), 1, n_expert, n_tokens, 1)
