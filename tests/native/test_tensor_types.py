@@ -99,7 +99,7 @@ def test_a_weight_of_every_allowed_type_multiplies(name: str, n_columns: int) ->
 def test_products_apart_do_not_depend_on_what_other_tokens_chose(name: str) -> None:
     """For docs/determinism.md: an expert that many tokens chose gives each what it gives one alone."""
     kind, n_expert, n_rows, n_tokens = BY_NAME[name], 3, 32, 40
-    raw = bytes_of(random(n_expert * n_rows, ROW), kind)
+    raw = blocks_of(random(n_expert * n_rows, ROW), kind)
     x, preference = random(n_tokens, 1, ROW, seed=1), random(n_tokens, n_expert, seed=2)
 
     def product(tokens: slice, *, apart: bool, n_threads: int = 1) -> npt.NDArray[np.float32]:
