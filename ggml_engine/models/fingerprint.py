@@ -14,6 +14,7 @@ import hashlib
 import math
 
 from ggml_engine.ggml.gguf import GGUFFile
+from ggml_engine.ggml.gguf_metadata import GGUFArray, GGUFType
 from ggml_engine.models.config import Hyperparameters
 
 _FORM = b"ggml-engine model fingerprint 1\n"
@@ -24,8 +25,24 @@ _SAMPLE_BYTES = 64
 
 def fingerprint(file: GGUFFile, hp: Hyperparameters) -> str:
     """64 hexadecimal digits, the same in every process. The file must be open; a few pages of each tensor are read."""
+    return _digest(file, f"{hp!r}\n")  # numbers, names and tuples, every float to its last bit
+
+
+def metadata_fingerprint(file: GGUFFile) -> str:
+    """As `fingerprint`, where nobody here has read the hyperparameters: all metadata of the architecture is covered."""
+    prefix = f"{file.metadata.get('general.architecture')}."
+    values = {key: value for key, value in sorted(file.metadata.items()) if key.startswith(prefix)}
+    plain = {
+        key: value.strings() if value.kind is GGUFType.STRING else value.numpy().tolist()
+        for key, value in values.items()
+        if isinstance(value, GGUFArray)
+    }
+    return _digest(file, f"{prefix} { ({**values, **plain})!r}\n")
+
+
+def _digest(file: GGUFFile, hyperparameters: str) -> str:
     digest = hashlib.sha256(_FORM)
-    digest.update(f"{hp!r}\n".encode())  # numbers, names and tuples, every float to its last bit
+    digest.update(hyperparameters.encode())
     for name, info in sorted(file.tensors.items()):
         digest.update(f"{name!r} {info.type.name} {tuple(info.shape)}\n".encode())
         data = file.tensor_bytes(name)

@@ -73,5 +73,7 @@ def find_architecture(file: GGUFFile) -> Architecture:
         raise HyperparameterError("general.architecture", f"a string is needed, the file has {found}")
     if name not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
-        raise UnsupportedArchitectureError(f"{file.path} holds a {name!r} model; there are graphs for: {known}")
+        raise UnsupportedArchitectureError(
+            f"{file.path} holds a {name!r} model; there are graphs for: {known}; engine 'llama' runs what libllama does"
+        )
     return load_architecture(name)

@@ -97,6 +97,11 @@ class _Sequence:
             table[: self.n_cells] = self.cells
             self._table = table
 
+    def begin_with(self, cells: npt.NDArray[np.int32]) -> None:
+        """Makes these its first cells; it has none, and room was reserved."""
+        self._table[: cells.size] = cells
+        self.n_cells = cells.size
+
     def append(self, cell: int, n: int) -> None:
         """Adds the cells `cell`, `cell + 1`, ...; room was reserved."""
         self._table[self.n_cells : self.n_cells + n] = np.arange(cell, cell + n, dtype=np.int32)

@@ -138,6 +138,11 @@ class GgmlKvPool:
         """Bytes of storage held now."""
         return self.rows * self.bytes_per_cell
 
+    @property
+    def tensors(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """K and V of every layer, until the pool grows."""
+        return tuple((storage.k, storage.v) for storage in self._storage)
+
     def _allocate(self, rows: int) -> list[_LayerStorage]:
         made: list[_LayerStorage] = []
         try:
