@@ -16,9 +16,7 @@ import numpy.typing as npt
 from ggml_engine.errors import ContextLengthError, ExecutorError, InputError, PoolFullError
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.protocol import Executor
-from ggml_engine.models.pooling import Pooling
-
-Rows = npt.NDArray[np.float32]
+from ggml_engine.models.pooling import Pooling, Rows, unit_rows
 
 
 @dataclass(slots=True, eq=False)
@@ -38,8 +36,7 @@ class Embedding:
     """Texts on their way to embeddings. `step` until it says that there is no more, then `result`.
 
     `tokens` are i32 [n] each. "mean" averages the hidden states of a text, "last" and "cls" take its last or first
-    one, "none" keeps all. `normalize` gives rows of length 1 (of zeros, zeros). Raises InputError where there is nothing
-    to embed.
+    one, "none" keeps all. `normalize` gives rows of length 1. Raises InputError where there is nothing to embed.
     """
 
     def __init__(self, tokens: Iterable[npt.NDArray[np.int32]], pooling: Pooling, *, normalize: bool = True) -> None:
@@ -93,12 +90,7 @@ class Embedding:
         return self._finished(np.concatenate([text.rows[0] for text in self._texts]))
 
     def _finished(self, rows: npt.NDArray[np.floating]) -> Rows:
-        if not self._normalize:
-            return rows.astype(np.float32)
-        wide = rows.astype(np.float64)
-        length = np.sqrt(np.square(wide).sum(axis=1, keepdims=True))
-        unit: npt.NDArray[np.float64] = np.divide(wide, length, out=np.zeros_like(wide), where=length > 0)
-        return unit.astype(np.float32)
+        return unit_rows(rows) if self._normalize else rows.astype(np.float32)
 
     # ---- a step
 

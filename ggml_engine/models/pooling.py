@@ -1,8 +1,11 @@
-"""How a file wants the hidden states of a text made into one embedding: its key `ARCHITECTURE.pooling_type`."""
+"""What is made of the hidden states of a text, and what a file wants: its key `ARCHITECTURE.pooling_type`."""
 
 from __future__ import annotations
 
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
 
 from ggml_engine.errors import HyperparameterError, OptionError, UnsupportedArchitectureError
 from ggml_engine.ggml.gguf import GGUFFile
@@ -11,6 +14,7 @@ from ggml_engine.models.metadata import MetadataReader
 Pooling: TypeAlias = Literal["none", "mean", "cls", "last"]
 
 POOLINGS: Final[tuple[Pooling, ...]] = get_args(Pooling)  # in the order of the key's numbers
+Rows = npt.NDArray[np.float32]
 _RANK: Final = 4  # a classifier's score, which is no embedding
 _UNSPECIFIED: Final = -1
 
@@ -38,3 +42,22 @@ def choose_pooling(file: GGUFFile, wanted: str) -> Pooling:
     if not 0 <= number < len(POOLINGS):
         raise HyperparameterError(reader.key("pooling_type"), f"must be 0 to {_RANK}, is {number}")
     return POOLINGS[number]
+
+
+def pool(rows: Rows, pooling: Pooling) -> Rows:
+    """One embedding f32 [1, width] of the hidden states f32 [tokens, width] of a text; without pooling all of them.
+
+    An average is taken in f64.
+    """
+    if pooling == "mean":
+        mean: npt.NDArray[np.float64] = rows.mean(axis=0, dtype=np.float64, keepdims=True)
+        return mean.astype(np.float32)
+    return {"none": rows, "cls": rows[:1], "last": rows[-1:]}[pooling]
+
+
+def unit_rows(rows: npt.NDArray[np.floating[Any]]) -> Rows:
+    """Rows of length 1, f32; those of zeros stay."""
+    wide = rows.astype(np.float64)
+    length = np.sqrt(np.square(wide).sum(axis=1, keepdims=True))
+    unit: npt.NDArray[np.float64] = np.divide(wide, length, out=np.zeros_like(wide), where=length > 0)
+    return unit.astype(np.float32)
