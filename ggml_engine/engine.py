@@ -14,8 +14,16 @@ from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
-from ggml_engine.errors import ClosedError, ContextLengthError, EngineError, InputError, OptionError
+from ggml_engine.errors import (
+    ClosedError,
+    ContextLengthError,
+    EngineError,
+    InputError,
+    OptionError,
+    UnsupportedArchitectureError,
+)
 from ggml_engine.ggml.gguf import GGUFFile
+from ggml_engine.ggml.llama_checks import is_encoder
 from ggml_engine.ggml.vocab import PendingVocabulary, Vocabulary
 from ggml_engine.known_models import find_model
 
@@ -96,6 +104,11 @@ class Engine:
         with ExitStack() as undo:
             file = GGUFFile.open(find_model(path), mmap=mmap)
             undo.callback(file.close)
+            if is_encoder(file):
+                name = file.metadata.get("general.architecture")
+                raise UnsupportedArchitectureError(
+                    f"{file.path} holds a {name!r} model, an encoder, which generates nothing: Encoder.load embeds with it"
+                )
             # parsing the vocabulary takes longest and needs no lock of Python's: all else is done beside it
             pending = PendingVocabulary(file)
             undo.callback(pending.wait)

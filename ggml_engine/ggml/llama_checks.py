@@ -19,6 +19,18 @@ _MAX_EXPERTS: Final = 1024  # LLAMA_MAX_EXPERTS
 _INTEGER_TABLE: Final = "ffn_gate_tid2eid"  # the one kind of tensor that libllama reads as integers
 
 
+# They read a text at once and keep nothing of it: what libllama makes no memory for, and what generates nothing.
+_ENCODERS: Final = frozenset({
+    "bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert", "nomic-bert",
+    "nomic-bert-moe",
+})  # fmt: skip
+
+
+def is_encoder(file: GGUFFile) -> bool:
+    """Whether the file holds a model that embeds texts and generates none."""
+    return file.metadata.get("general.architecture") in _ENCODERS
+
+
 def check_for_libllama(file: GGUFFile) -> None:
     """Refuse what libllama's loader would not survive.
 
