@@ -107,7 +107,7 @@ class Engine:
             if is_encoder(file):
                 name = file.metadata.get("general.architecture")
                 raise UnsupportedArchitectureError(
-                    f"{file.path} holds a {name!r} model, an encoder, which generates nothing: Encoder.load embeds with it"
+                    f"{file.path} holds a {name!r} model, an encoder that generates nothing: Encoder.load takes it"
                 )
             # parsing the vocabulary takes longest and needs no lock of Python's: all else is done beside it
             pending = PendingVocabulary(file)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from architecture_rows import ROWS, Row, model_file
 from engines import batch_of, executor_over, feed, loaded, running
+from engines import embedded as embed
 from libllama_embeddings import Rows, reference_embeddings
 from tiny_models import VOCAB
 
 from ggml_engine.control.embedding import Embedding
 from ggml_engine.errors import AbortedError, InputError
-from ggml_engine.executor.executor import GgmlExecutor
 from ggml_engine.models.registry import ARCHITECTURES
 
 ALLOWED_ERROR = 1e-6  # normalised mean squared
@@ -31,13 +31,6 @@ COMPARED = [ROWS[name] for name in ("llama", "gemma3", "qwen3")]
 
 def names(rows: Sequence[Row]) -> list[str]:
     return [row.name for row in rows]
-
-
-def embed(executor: GgmlExecutor, texts: Sequence[Sequence[int]], pooling: Any, *, normalize: bool = False) -> Any:
-    work = Embedding([np.array(text, np.int32) for text in texts], pooling, normalize=normalize)
-    while work.step(executor):
-        pass
-    return work.result()
 
 
 def error(found: Rows, expected: Rows) -> float:

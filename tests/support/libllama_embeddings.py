@@ -31,7 +31,7 @@ def reference_embeddings(
     assert model
     params = llama.llama_context_default_params()
     params.n_ctx = params.n_batch = params.n_ubatch = 512
-    params.n_seq_max = len(texts)
+    params.n_seq_max = 1 << (len(texts) - 1).bit_length()  # it dies of numbers that do not divide its forward
     params.n_threads = params.n_threads_batch = 1
     params.flash_attn_type = _FLASH if flash else _MATMUL
     params.type_k = params.type_v = int(kv_type)
