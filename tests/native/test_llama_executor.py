@@ -216,7 +216,7 @@ def test_a_step_that_libllama_has_no_cells_for_changes_nothing(name: str, monkey
         first, second = executor.open(), executor.open()
         feed(executor, first, TOKENS[0][:5])
         step = batch_of([(first, TOKENS[0][5:8]), (second, TOKENS[1][:4])])
-        for outcome, kind in [(lambda *_: False, PoolFullError), (_raising(InputError("no")), InputError)]:
+        for outcome, kind in [(lambda *_, **__: False, PoolFullError), (_raising(InputError("no")), InputError)]:
             monkeypatch.setattr(executor._context, "decode", outcome)
             with pytest.raises(kind):
                 executor.forward(step)
