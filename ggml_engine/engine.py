@@ -96,7 +96,8 @@ class Engine:
         `engine` "native" computes with the graphs of this package, "llama" with libllama's own context, "auto" natively
         where there is a graph for the file's architecture; `kind` and `reason` say what that came to, and so does the
         log. In libllama all of `ctx` takes its memory at once: its default is 8192 at most, and there are no
-        deterministic mode and no kinds of caches.
+        deterministic mode and no kinds of caches. It reads the file itself: one that changes meanwhile is no longer
+        the one that was checked, whatever `mmap` is.
 
         Raises ModelNotFoundError, GGUFError, ModelError, LibraryError, OptionError, AllocationError, CancelledError;
         nothing stays allocated.

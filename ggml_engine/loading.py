@@ -6,25 +6,24 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 import ggml_engine.control.conversation  # noqa: F401  # needed next: imported here, beside the vocabulary's parsing
 from ggml_engine.errors import OptionError, UnsupportedArchitectureError
 from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
-from ggml_engine.executor.llama import LlamaExecutor
-from ggml_engine.executor.llama_options import LlamaOptions
 from ggml_engine.ggml.backends import cpu_device
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.library import Libraries
-from ggml_engine.ggml.llama_model import LlamaModel
-from ggml_engine.models.kv_estimate import estimate_bytes_per_cell
 from ggml_engine.models.model import Model, check_gpu_layers, load_model
 from ggml_engine.models.registry import find_architecture
 from ggml_engine.models.weights import Cancel, Progress
 from ggml_engine.pool.kv_pool import bytes_per_cell
-from ggml_engine.pool.kv_types import KvFormat
 from ggml_engine.pool.kv_types import kv_type as find_kv_type
+
+if TYPE_CHECKING:
+    from ggml_engine.executor.llama import LlamaExecutor
+    from ggml_engine.ggml.llama_model import LlamaModel
 
 log = logging.getLogger("ggml_engine")
 
@@ -74,6 +73,10 @@ def load_executor(
             raise OptionError(f"deterministic mode is that of the native engine, and {reason}")
         if cache_kind != "batched_cell":
             raise OptionError(f"cache kind {cache_kind!r} is one of the native engine's, and {reason}")
+        from ggml_engine.executor.llama import LlamaExecutor  # noqa: PLC0415  # most files need none of it
+        from ggml_engine.executor.llama_options import LlamaOptions  # noqa: PLC0415
+        from ggml_engine.ggml.llama_model import LlamaModel  # noqa: PLC0415
+
         foreign = LlamaModel.load(
             file, device=device, gpu_layers=gpu_layers, mmap=mmap, progress=progress, cancel=cancel
         )
@@ -93,7 +96,6 @@ def load_executor(
     model = load_model(file, device=device, gpu_layers=gpu_layers, threads=threads, progress=progress, cancel=cancel)
     try:
         native_options = ExecutorOptions(
-            capacity=ctx or _capacity(model, kv_type),
             max_batch_tokens=max_batch_tokens,
             attention=attention,
             k_type=kv_type,
@@ -101,6 +103,7 @@ def load_executor(
             cache_kind=cache_kind,
             deterministic=deterministic,
         )
+        native_options = replace(native_options, capacity=ctx or _capacity(model, native_options))
         return LoadedExecutor(GgmlExecutor(model, native_options), kind, reason)
     except BaseException:
         model.free()
@@ -121,14 +124,16 @@ def _choose(file: GGUFFile, engine: str) -> tuple[EngineKind, str]:
     return "native", f"there is a graph for {name!r} models"
 
 
-def _capacity(model: Model, kv_type_name: str) -> int:
+def _capacity(model: Model, options: ExecutorOptions) -> int:
     """Cells: the model's own context as far as half of the free memory goes."""
-    tensor_type = find_kv_type(kv_type_name)
-    n_bytes = bytes_per_cell(model.hp.kv_layers(), KvFormat(tensor_type, tensor_type))
+    _, kv_format = options.resolve(model.layer_backends[-1].device.kind)
+    n_bytes = bytes_per_cell(model.hp.kv_layers(), kv_format)
     return max(1, min(model.hp.n_ctx_train, _affordable(model.libraries, n_bytes)))
 
 
 def _llama_capacity(model: LlamaModel, kv_type_name: str) -> int:
+    from ggml_engine.models.kv_estimate import estimate_bytes_per_cell  # noqa: PLC0415  # as above
+
     tensor_type = find_kv_type(kv_type_name)
     most = max(1, min(model.n_ctx_train, _LLAMA_CELLS))
     n_bytes = estimate_bytes_per_cell(model.file, tensor_type, tensor_type)

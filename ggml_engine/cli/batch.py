@@ -24,7 +24,7 @@ from ggml_engine.cli.interrupts import Interrupts
 from ggml_engine.cli.options import generation_config, generation_options, sampling_options
 from ggml_engine.cli.output import ProgressLine
 from ggml_engine.cli.prompt_options import PROMPT, check_template_options, template_options
-from ggml_engine.cli.run import loaded
+from ggml_engine.cli.run import loaded, tell_engine
 from ggml_engine.cli.sections import SectionedCommand, option, together
 from ggml_engine.cli.streaming import check_template
 from ggml_engine.errors import CancelledError, EngineError
@@ -85,7 +85,7 @@ _output_options = together(
     option("--report", section=OUTPUT, metavar="FILE", help="A line of JSON for each prompt and round to a file."),
     option("--overwrite", section=OUTPUT, is_flag=True, help="Replace files that are there."),
     option("--json", "as_json", section=OUTPUT, is_flag=True, help="Lines of JSON with the texts on stdout."),
-    option("--quiet", section=OUTPUT, is_flag=True, help="No table on stderr."),
+    option("--quiet", section=OUTPUT, is_flag=True, help="No line on the engine and no table on stderr."),
     debug_option,
 )
 
@@ -133,6 +133,7 @@ def batch(ctx: click.Context, /, **values: Any) -> int:
     with Interrupts() as interrupts:
         try:
             with loaded(values["model"], load_options(values), lambda: interrupts.requested) as engine:
+                tell_engine(engine, values)
                 n_failed = _run(engine, prompts, values, files, interrupts)
         except CancelledError:
             if not interrupts.requested:

@@ -78,14 +78,20 @@ class TextFiles:
 def check_places(paths: Iterator[str], *, overwrite: bool) -> None:
     """Refuse files that could not be written, before anything is computed.
 
-    Raises OSError where there is no such directory, OptionError for a file that is there unless `overwrite`.
+    Raises OSError where there is no such directory, OptionError for a file that is there unless `overwrite`, and for
+    one that is named twice.
     """
-    directories = set()
+    directories: dict[str, str] = {}
+    places = set()
     for path in paths:
-        directory = os.path.dirname(path) or "."
+        directory, name = os.path.split(path)
         if directory not in directories:
-            os.listdir(directory)
-            directories.add(directory)
+            os.listdir(directory or ".")
+            directories[directory] = os.path.realpath(directory or ".")
+        place = os.path.normcase(os.path.join(directories[directory], name))
+        if place in places:
+            raise OptionError(f"{path} is to be written twice: choose other names for the report and the texts")
+        places.add(place)
         if not overwrite and os.path.isfile(path):
             raise OptionError(f"{path} is there already: choose another name, or give --overwrite")
 

@@ -133,15 +133,21 @@ class ImageTable(SessionTable):
                     log.exception("what was held for a save could not be closed")
 
     def _evict_snapshot(self) -> bool:
-        """As in SessionTable; what is held goes, too, where it keeps the cells of the snapshot that went."""
+        """As in SessionTable; what is held goes, too, where that frees cells and the end of a snapshot did not."""
         n_free = self.executor.free_cells
         has_gone = super()._evict_snapshot()
         if has_gone and self.executor.free_cells > n_free:
             return True
-        holding = [held for held in self._held if held.clones]
-        for held in holding:
+        return self._release_for_cells() or has_gone
+
+    def _release_for_cells(self) -> bool:
+        """Release what is held of cells that no session has; whether there was such."""
+        count = self.executor.count_cells
+        owners = {state.sequence for state in self._sessions.values()}
+        holding = [each for each in self._held if each.clones and count(owners | set(each.clones)) > count(owners)]
+        for held in holding:  # all of them: they may share these cells
             self.release(held)
-        return has_gone or bool(holding)
+        return bool(holding)
 
     # ---- loading
 
@@ -192,7 +198,7 @@ class ImageTable(SessionTable):
     def commit_image(
         self, incoming: IncomingImage, tokens: Sequence[list[int]], pending: Sequence[int | None]
     ) -> list[SessionState]:
-        """The sessions of an image that is all there."""
+        """The sessions of an image that is all there; snapshots count as used longer ago than all other sessions."""
         self._check_incoming(incoming)
         sequences = incoming.writer.commit()
         self._end_incoming(incoming)
@@ -203,12 +209,16 @@ class ImageTable(SessionTable):
             for sequence in sequences:
                 self.executor.close(sequence)
             raise
+        first_use = min((state.last_use for state in self.sessions), default=0)
         states = [
             self._register(sequence, list(each), is_snapshot=incoming.is_snapshot)
             for sequence, each in zip(sequences, tokens, strict=True)
         ]
         for state, token in zip(states, pending, strict=True):
             state.pending = token
+        if incoming.is_snapshot:
+            for last_use, state in enumerate(states, first_use - len(states)):
+                state.last_use = last_use
         return states
 
     def _check_incoming(self, incoming: IncomingImage) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from ggml_engine.control.entry_list import EntryList, count_bytes, is_snapshot_o
 from ggml_engine.control.prefix_match import Lookup, Miss, MissReason, difference, ranked, token_array
 from ggml_engine.control.retention import CacheEntry, LeastRecentlyUsed, RetentionPolicy
 from ggml_engine.control.runner import Runner
-from ggml_engine.control.saved_file import open_saved
+from ggml_engine.control.saved_file import SavedFile, open_saved
 from ggml_engine.control.saved_format import SavedState
 from ggml_engine.control.saved_names import Directory, path_of
 from ggml_engine.control.saved_prefixes import load_entries, save_entries
@@ -172,7 +173,7 @@ class PrefixCache:
         """
         self._refuse_in_callback(snapshot.runner)
         try:
-            with self._inserting:
+            with self._turn_to_insert(timeout):
                 return self._insert(snapshot, token_array(tokens), metadata, timeout)
         except MemoryError:
             log.exception("a snapshot was not kept: there is no memory")
@@ -281,24 +282,28 @@ class PrefixCache:
 
         Entries that are there stay, and count as used later than those that are loaded; of the same tokens there is one
         already. The bounds of this cache hold, neither cells nor places are taken from others, and a place for a
-        session is left: where fewer fit, those are loaded that were used last. Raises SavedStateError and TimeoutError;
-        then nothing was loaded.
+        session is left: where fewer fit, those are loaded that were used last. Raises SavedStateError, TimeoutError,
+        ClosedError, and what the executor refuses with; then nothing was loaded.
         """
         self._refuse_in_callback(runner)
         path, deadline = path_of(directory, name), Deadline(timeout)
-        with self._inserting, open_saved(path, deadline) as saved:
+        with open_saved(path, deadline) as saved:
             check_made_for(runner._core, saved, PREFIX_CACHE)
-            there = self._entries.alive()
-            wanted = self._wanted(runner, saved.state, there)[: max(0, self.max_entries - len(there))]
-            if not wanted or self._policy.is_over():
-                return 0
-            n_bytes = None if self.max_bytes is None else self.max_bytes - count_bytes(there, deadline.left())
-            if n_bytes is not None and (n_bytes < 0 or not runner.executor.bytes_per_cell):
-                return 0
-            loaded = load_entries(runner, saved, wanted, n_bytes, deadline)
-            self._entries.put_before(loaded)
-            self._count(inserted=len(loaded))
-            return len(loaded)
+            with self._turn_to_insert(deadline.left()):
+                return self._load(runner, saved, deadline)
+
+    def _load(self, runner: Runner, saved: SavedFile, deadline: Deadline) -> int:
+        there = self._entries.alive()
+        wanted = self._wanted(runner, saved.state, there)[: max(0, self.max_entries - len(there))]
+        if not wanted or self._policy.is_over():
+            return 0
+        n_bytes = None if self.max_bytes is None else self.max_bytes - count_bytes(there, deadline.left())
+        if n_bytes is not None and (n_bytes < 0 or not runner.executor.bytes_per_cell):
+            return 0
+        loaded = load_entries(runner, saved, wanted, n_bytes, deadline)
+        self._entries.put_before(loaded)
+        self._count(inserted=len(loaded))
+        return len(loaded)
 
     @staticmethod
     def _wanted(runner: Runner, state: SavedState, there: Sequence[CacheEntry]) -> list[int]:
@@ -329,6 +334,16 @@ class PrefixCache:
             return {**self._counts, "entries": n}
 
     # ---- inner things
+
+    @contextmanager
+    def _turn_to_insert(self, timeout: float | None) -> Iterator[None]:
+        """Be the one who sees to the bounds. Raises TimeoutError: a load may take long."""
+        if not self._inserting.acquire(timeout=-1 if timeout is None else min(max(0, timeout), threading.TIMEOUT_MAX)):
+            raise TimeoutError(f"others were inserting or loading for {timeout} s")
+        try:
+            yield
+        finally:
+            self._inserting.release()
 
     def _count(self, **more: int) -> None:
         with self._count_lock:

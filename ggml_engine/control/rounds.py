@@ -291,6 +291,9 @@ class _Round:
                 self._close_session(each)
         if turn.session is not None and turn.session.status != "open":
             self._close_session(turn)
+        if turn.capture is not None:  # its snapshot may have given way, and it takes just one
+            turn.capture.discard()
+            turn.capture = None
         turn.n_restarts += 1
         self._waiting.appendleft(turn)
         return True

@@ -92,8 +92,11 @@ class SavedFile:
 def open_saved(path: Path, deadline: Deadline) -> Iterator[SavedFile]:
     """Open a file and check it whole. Raises SavedStateError and TimeoutError."""
     try:
-        # a pipe or a device of that name must not hold us up
-        number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        if path.is_symlink():
+            raise SavedStateError("foreign", path, "it is a symbolic link")
+        # a pipe or a device of that name must not hold us up, and a link that was made just then is not followed
+        flags = sum(getattr(os, flag, 0) for flag in ("O_NONBLOCK", "O_NOFOLLOW", "O_BINARY"))
+        number = os.open(path, os.O_RDONLY | flags)
     except FileNotFoundError:
         raise SavedStateError("missing", path, "there is no such file") from None
     except OSError as error:

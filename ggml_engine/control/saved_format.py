@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,7 +195,9 @@ def decode_tables(metadata: Metadata, data: bytes) -> SavedState:
 
 
 def differences(made_for: Mapping[str, str], here: Mapping[str, str]) -> str:
-    """What a file was made for and what there is, where the two are known to differ; empty where they are not."""
-    keys: Sequence[str] = sorted(made_for.keys() | here.keys())
-    unequal = [key for key in keys if made_for.get(key) != here.get(key)]
-    return ", ".join(f"{key} {made_for.get(key)!r:.60} and not {here.get(key)!r:.60}" for key in unequal)
+    """What a file was made for and what there is, where the two are known to differ; empty where they are not.
+
+    A file may have any keys, and any number of them: those that are not `here` are left out.
+    """
+    unequal = [key for key in sorted(here) if made_for.get(key) != here[key]]
+    return ", ".join(f"{key} {made_for.get(key)!r:.60} and not {here[key]!r:.60}" for key in unequal)

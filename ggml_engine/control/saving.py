@@ -76,8 +76,10 @@ def check_made_for(core: Core, saved: SavedFile, kind: str) -> None:
         where = f": it has {known}" if known else ", by names that are alike"
         raise SavedStateError("other-model", saved.path, f"it was made for another model or execution{where}")
     for each in state.sequences:
-        ids = np.append(each.tokens.astype(np.int64), 0 if each.pending is None else each.pending)
-        if not 0 <= ids.min() <= ids.max() < executor.n_vocab:
+        ids = [0 if each.pending is None else each.pending]
+        if each.tokens.size:
+            ids += [int(each.tokens.min()), int(each.tokens.max())]
+        if not 0 <= min(ids) <= max(ids) < executor.n_vocab:
             raise SavedStateError("damaged", saved.path, f"it has tokens that are not 0 to {executor.n_vocab - 1}")
 
 
@@ -96,7 +98,6 @@ def load_sessions(
     `ImageTable.begin_image` does; then nothing of them is left.
     """
     image, rows = saved.state.image.choose(chosen)
-    tokens = [saved.state.sequences[i].tokens.tolist() for i in chosen]
     pending = [None if is_snapshot else saved.state.sequences[i].pending for i in chosen]
     try:
         incoming = ask(core, partial(_begin, image=image, is_snapshot=is_snapshot), deadline)
@@ -108,6 +109,8 @@ def load_sessions(
                 if last > first:
                     wanted = part if last - first == len(part) else part[rows[first:last] - start]
                     ask(core, partial(_write, incoming=incoming, rows=wanted), deadline)
+            # not before their number was checked: a list takes several times as much
+            tokens = [saved.state.sequences[i].tokens.tolist() for i in chosen]
             return ask(core, partial(_commit, incoming=incoming, tokens=tokens, pending=pending, make=make), deadline)
         finally:
             incoming.close()

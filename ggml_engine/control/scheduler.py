@@ -34,6 +34,7 @@ from ggml_engine.errors import (
     InputError,
     PoisonedError,
     PoolFullError,
+    SequenceLimitError,
     SessionError,
 )
 from ggml_engine.executor.prepared import PreparedInput
@@ -439,6 +440,8 @@ class Scheduler(ImageTable):
 
     def _make_room(self, parts: list[Part], error: PoolFullError) -> list[Part]:
         """What to try after a step that found too few cells: snapshots go first, then prefills wait, then a victim."""
+        if isinstance(error, SequenceLimitError):
+            return self._make_room_for_sequences(parts, error)
         if self._evict_snapshot():
             return parts
         decodes = [part for part in parts if not part.is_prefill]
@@ -448,6 +451,21 @@ class Scheduler(ImageTable):
             return parts[:1]
         self._give_up(self._victim(), error)
         return []
+
+    def _make_room_for_sequences(self, parts: list[Part], error: SequenceLimitError) -> list[Part]:
+        """What to try where too few sequences may have tokens: snapshots go first, then those without tokens wait.
+
+        The end of a generation that has a sequence leaves it with its session, so nobody else is given up.
+        """
+        if self._evict_snapshot_with_tokens():
+            return parts
+        lacking = [part for part in parts if not part.running.session.position]
+        waiting = lacking[error.free :]
+        kept = [part for part in parts if all(part is not each for each in waiting)]
+        if not kept or not waiting:
+            self._give_up((waiting or parts)[-1].running, error)
+            return []
+        return kept
 
     def _victim(self) -> Running:
         admitted = [running for running in self._running if running.is_admitted]

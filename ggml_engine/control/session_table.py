@@ -113,16 +113,28 @@ class SessionTable(ABC):
         self._evict(chosen)
         return True
 
+    def _evict_snapshot_with_tokens(self) -> bool:
+        """Give up a snapshot for the sake of its sequence, whoever shares its cells; whether there was one."""
+        chosen = next((state for state in self._idle_snapshots() if state.position), None)
+        if chosen is None:
+            return False
+        self._evict(chosen)
+        return True
+
+    def _idle_snapshots(self) -> list[SessionState]:
+        """Snapshots that do not generate; first the one that was used longest ago."""
+        idle = [state for state in self._sessions.values() if state.is_snapshot and state.active is None]
+        return sorted(idle, key=lambda state: state.last_use)
+
     def _snapshot_to_evict(self) -> SessionState | None:
         """The snapshot that was used longest ago, of those whose end frees cells.
 
         Where cells are shared among snapshots, so that the end of one alone frees none, it is the one that was used
         longest ago of those with a part in such cells. None where others than idle snapshots hold every cell.
         """
-        idle = [state for state in self._sessions.values() if state.is_snapshot and state.active is None]
+        idle = self._idle_snapshots()
         if not idle:
             return None
-        idle.sort(key=lambda state: state.last_use)
         owners = {state.sequence for state in self._sessions.values()}
         kept = owners - {state.sequence for state in idle}
         count = self.executor.count_cells

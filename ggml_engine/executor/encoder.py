@@ -64,7 +64,7 @@ class Encoder:
         with ExitStack() as undo:
             file = GGUFFile.open(find_model(path), mmap=mmap)
             undo.callback(file.close)
-            model = LlamaModel.load(file, device=device, gpu_layers=gpu_layers, mmap=mmap)
+            model = LlamaModel.load(file, device=device, gpu_layers=gpu_layers, mmap=mmap, encodes=True)
             undo.callback(model.free)
             encoder = cls(file, model, default_threads() if threads is None else threads)
             undo.pop_all()
@@ -72,8 +72,9 @@ class Encoder:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of a text: what the model was trained on."""
-        return self.model.n_ctx_train
+        """The most tokens of a text: what the model was trained on, and has positions for."""
+        n_train = self.model.n_ctx_train
+        return min(n_train, self.model.max_positions or n_train)
 
     def embed(
         self,

@@ -46,7 +46,10 @@ class KvImage:
 
 
 class ImageReader(ABC):
-    """Reads an image of sequences. Its rows stay readable while these sequences are open and are not rewound."""
+    """Reads an image of sequences. Its rows stay readable while these are open, are not rewound, and are in no step.
+
+    A step may move the cells of its own sequences; a clone that is kept for the reading is in none.
+    """
 
     @property
     @abstractmethod

@@ -24,6 +24,7 @@ from ggml_engine.errors import (
     AllocationError,
     ClosedError,
     ComputeError,
+    ContextLengthError,
     InputError,
     PoolFullError,
     PositionError,
@@ -97,6 +98,11 @@ class LlamaExecutor(Executor):
     def capacity(self) -> int:
         """How many cells there are."""
         return self._cells.capacity
+
+    @property
+    def max_positions(self) -> int:
+        """The most positions of one sequence: all cells, or what the model has positions for."""
+        return min(self.capacity, self.model.max_positions or self.capacity)
 
     @property
     def free_cells(self) -> int:
@@ -243,7 +249,9 @@ class LlamaExecutor(Executor):
         n_missing = self._memory.count_missing(lengths)
         if n_missing > self._memory.n_free:
             raise SequenceLimitError(n_missing, self._memory.n_free, self._n_sequences)
-        placement = step.place(step.positions if batch.positions is None else batch.positions)
+        positions = step.positions if batch.positions is None else batch.positions
+        self._check_positions(positions)
+        placement = step.place(positions)
         result = self._compute(batch, placement, lengths, gives_hidden=gives_hidden)
         self._memory.keep(lengths.items())
         placement.commit()
@@ -260,6 +268,12 @@ class LlamaExecutor(Executor):
             if not self.accepts(piece.source) or piece.stop > piece.source.size():
                 width = self.model.n_embd
                 raise InputError(f"{piece.source.kind} that are not rows of {width} numbers made for this model")
+
+    def _check_positions(self, positions: npt.NDArray[np.integer[Any]]) -> None:
+        """Raise ContextLengthError for a position that the model has no vector for: ggml dies of it."""
+        limit = self.model.max_positions
+        if limit and (needed := int(positions.max()) + 1) > limit:
+            raise ContextLengthError(needed, limit, f"a sequence of this {self.model.architecture} model")
 
     def _compute(
         self, batch: Batch, placement: Placement, lengths: dict[int, int], *, gives_hidden: bool

@@ -12,6 +12,8 @@ from typing import Final
 from ggml_engine.errors import HyperparameterError, UnsupportedArchitectureError, VocabularyError, WeightError
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.gguf_metadata import GGUFArray, GGUFType
+from ggml_engine.ggml.llama_architectures import LLAMA_ARCHITECTURES, Kind
+from ggml_engine.ggml.ops.rope import MAX_ATTENTION_FACTOR
 from ggml_engine.ggml.tensor_types import TensorType
 
 _MAX_LAYERS: Final = 512  # LLAMA_MAX_LAYERS
@@ -19,16 +21,9 @@ _MAX_EXPERTS: Final = 1024  # LLAMA_MAX_EXPERTS
 _INTEGER_TABLE: Final = "ffn_gate_tid2eid"  # the one kind of tensor that libllama reads as integers
 
 
-# They read a text at once and keep nothing of it: what libllama makes no memory for, and what generates nothing.
-_ENCODERS: Final = frozenset({
-    "bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "modern-bert", "neo-bert", "nomic-bert",
-    "nomic-bert-moe",
-})  # fmt: skip
-
-
 def is_encoder(file: GGUFFile) -> bool:
     """Whether the file holds a model that embeds texts and generates none."""
-    return file.metadata.get("general.architecture") in _ENCODERS
+    return LLAMA_ARCHITECTURES.get(str(file.metadata.get("general.architecture"))) is Kind.ENCODER
 
 
 def check_for_libllama(file: GGUFFile) -> None:
@@ -51,6 +46,9 @@ def check_for_libllama(file: GGUFFile) -> None:
         _check_integer(file, key, 2, 2**31 - 1)
         if isinstance(n_rot := file.metadata.get(key), int) and n_rot % 2:
             raise HyperparameterError(key, f"must be even, is {n_rot}")
+    key = f"{name}.rope.scaling.attn_factor"
+    if isinstance(factor := file.metadata.get(key), float) and not 0 < factor <= MAX_ATTENTION_FACTOR:
+        raise HyperparameterError(key, f"must be above 0 and up to {MAX_ATTENTION_FACTOR:g}, is {factor}")
     for key, value in file.metadata.items():
         if key.startswith(f"{name}.") and isinstance(value, float) and not math.isfinite(value):
             raise HyperparameterError(key, f"must be a finite number, is {value}")

@@ -77,7 +77,7 @@ class LlamaContext:
         if model.keeps_positions:  # a state that is written over cannot be had back
             params.abort_callback, params.abort_callback_data = abort.callback, abort.data
         with captured_log() as said, running_graph(f"libllama's context for {model.file.path}"):
-            self._ptr: Any = llama.llama_init_from_model(model.ptr, params)
+            self._ptr: Any = model.make_context(params)
         if self._ptr == ffi.NULL:
             self._ptr = None
             raise AllocationError(
@@ -89,7 +89,7 @@ class LlamaContext:
         if has_memory and options.reads_whole_texts:
             self.free()
             raise UnsupportedArchitectureError(
-                f"{model.file.path} holds a {model.architecture!r} model, which is a decoder and no encoder"
+                f"{model.file.path} holds a {model.architecture!r} model, which has a memory and reads no whole texts"
             )
         if not has_memory and not options.reads_whole_texts:
             self.free()
@@ -190,8 +190,8 @@ class LlamaContext:
 
     @property
     def _open(self) -> Any:
-        if self._ptr is None:
-            raise ClosedError("the context was closed")
+        if not self._model.has_context(self._ptr):
+            raise ClosedError("the context was closed, or its model")
         return self._ptr
 
     @property
@@ -201,8 +201,7 @@ class LlamaContext:
     def free(self) -> None:
         """Free the context; idempotent. The model stays."""
         ptr, self._ptr = self._ptr, None
-        if ptr is not None:
-            self._llama.llama_free(ptr)
+        self._model.free_context(ptr)
 
     def __del__(self) -> None:
         if getattr(self, "_ptr", None) is not None:

@@ -24,6 +24,7 @@ from ggml_engine.errors import (
 from ggml_engine.ggml.backends import choose_device
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.library import Libraries, captured_log, ffi, load, running_graph
+from ggml_engine.ggml.llama_architectures import LLAMA_ARCHITECTURES, Kind
 from ggml_engine.ggml.llama_checks import check_for_libllama
 from ggml_engine.ggml.llama_rehearsal import rehearse
 
@@ -40,7 +41,7 @@ class LlamaModel:
 
     `keeps_positions` is whether its memory holds every position by itself (attention), so that a sequence can go back
     to any of them; a recurrent state is that of the last position alone, and hybrid models have both. `window` is its
-    widest sliding window in tokens, 0 for none.
+    widest sliding window in tokens, 0 for none. `max_positions` is how many positions it has vectors for, 0 for any.
     """
 
     def __init__(self, libraries: Libraries, file: GGUFFile, ptr: Any, device_kind: str) -> None:
@@ -51,10 +52,13 @@ class LlamaModel:
         self.device_kind = device_kind
         self.architecture = str(file.metadata.get("general.architecture"))
         self._ptr = ptr
+        self._contexts: set[Any] = set()
         self.n_vocab = int(llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(ptr)))
         self.n_ctx_train = int(llama.llama_model_n_ctx_train(ptr))
         self.n_embd = int(llama.llama_model_n_embd_inp(ptr))
         self.n_embd_out = int(llama.llama_model_n_embd_out(ptr))  # of a hidden state after the last layer
+        table = file.tensors.get("position_embd.weight")
+        self.max_positions = 0 if table is None else table.shape[-1]
         self.window = max(0, int(llama.llama_model_n_swa(ptr)))
         is_recurrent = llama.llama_model_is_recurrent(ptr) or llama.llama_model_is_hybrid(ptr)
         self.keeps_positions = not is_recurrent and self.architecture not in _COMPRESSED
@@ -71,15 +75,26 @@ class LlamaModel:
         gpu_layers: int | None = None,
         mmap: bool = True,
         rehearsed: bool = True,
+        encodes: bool = False,
         progress: Callable[[int, int], object] | None = None,
         cancel: Callable[[], bool] | None = None,
     ) -> LlamaModel:
         """Let libllama load an open file; options as in `load_model`. `rehearsed` tries it in a child process first.
 
         Raises ModelError and its kinds, with libllama's reason where it gives one, DeviceError and CancelledError;
-        UnsupportedArchitectureError for an encoder, which generates nothing.
+        UnsupportedArchitectureError for what is no decoder (`LLAMA_ARCHITECTURES`), which generates nothing, or with
+        `encodes` for what is no encoder.
         """
         check_for_libllama(file)
+        kind = LLAMA_ARCHITECTURES.get(str(file.metadata.get("general.architecture")))
+        if encodes and kind is not Kind.ENCODER:
+            name = file.metadata.get("general.architecture")
+            raise UnsupportedArchitectureError(f"{file.path} holds a {name!r} model, which is no encoder")
+        if not encodes and kind is not None and not kind.is_decoder:
+            name = file.metadata.get("general.architecture")
+            raise UnsupportedArchitectureError(
+                f"{file.path} holds a {name!r} model ({kind.value}): only decoders generate text here"
+            )
         if rehearsed:
             rehearse(file)
         libraries = load()
@@ -148,8 +163,27 @@ class LlamaModel:
             raise ModelError("the model was freed before")
         return self._ptr
 
+    def make_context(self, params: Any) -> Any:
+        """A native context over the weights, NULL where libllama makes none. It does not outlive them."""
+        context = self.libraries.llama.llama_init_from_model(self.ptr, params)
+        if context != ffi.NULL:
+            self._contexts.add(context)
+        return context
+
+    def has_context(self, context: Any) -> bool:
+        """Whether it is one of these, and not freed."""
+        return context in self._contexts
+
+    def free_context(self, context: Any) -> None:
+        """Free a context over the weights; idempotent."""
+        if context in self._contexts:
+            self._contexts.remove(context)
+            self.libraries.llama.llama_free(context)
+
     def free(self) -> None:
-        """Free the weights; idempotent. Contexts over them must be freed before."""
+        """Free the weights and what contexts there are over them; idempotent."""
+        for context in list(self._contexts):  # where both are garbage, the weights may come first
+            self.free_context(context)
         ptr, self._ptr = self._ptr, None
         if ptr is not None:
             self.libraries.llama.llama_model_free(ptr)

@@ -21,6 +21,13 @@ _TIMEOUT_S: Final = 120.0
 _N_CTX: Final = 512
 _TEXT, _N_TOKENS = b"a text", 64
 _SURVIVED: Final = 0
+# Without the working directory, which Python puts first for code of this form: files there are not ours.
+_CHILD: Final = f"""\
+import sys
+sys.path[:] = [path for path in sys.path if path]
+from {__name__} import load_without_weights
+load_without_weights(sys.argv[1:])
+"""
 
 
 def rehearse(file: GGUFFile) -> None:
@@ -32,7 +39,7 @@ def rehearse(file: GGUFFile) -> None:
     if getattr(sys, "frozen", False) or not sys.executable:
         return
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "ggml_engine.ggml.llama_rehearsal", *(part.path for part in file.parts)]
+    command = [sys.executable, "-c", _CHILD, *(part.path for part in file.parts)]
     try:
         done = subprocess.run(
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S, check=False
@@ -46,7 +53,8 @@ def rehearse(file: GGUFFile) -> None:
         )
 
 
-def _load_without_weights(paths: list[str]) -> None:
+def load_without_weights(paths: list[str]) -> None:
+    """What the child does: let libllama load the parts of a file and make a context; ends quietly or not at all."""
     llama = load().llama
     params = llama.llama_model_default_params()
     devices = ffi.new("ggml_backend_dev_t[]", [ffi.NULL])  # none but the CPU
@@ -70,7 +78,3 @@ def _load_without_weights(paths: list[str]) -> None:
             found = ffi.new("llama_token[]", _N_TOKENS)
             llama.llama_tokenize(vocab, _TEXT, len(_TEXT), found, _N_TOKENS, True, False)
         llama.llama_model_free(model)
-
-
-if __name__ == "__main__":
-    _load_without_weights(sys.argv[1:])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from ggml_engine.errors import HyperparameterError, UnsupportedArchitectureError
-from ggml_engine.ggml.gguf import GGUFFile
-from ggml_engine.models.architecture import Architecture
+from ggml_engine.ggml.llama_architectures import LLAMA_ARCHITECTURES
+
+if TYPE_CHECKING:  # what lists the names loads nothing
+    from ggml_engine.ggml.gguf import GGUFFile
+    from ggml_engine.models.architecture import Architecture
 
 # values of `general.architecture`; the file of one is named after it, with _ for -
 ARCHITECTURES = (
@@ -17,6 +20,7 @@ ARCHITECTURES = (
     "cohere2",
     "command-r",
     "deepseek",
+    "deepseek2",
     "dots1",
     "ernie4_5",
     "ernie4_5-moe",
@@ -36,6 +40,7 @@ ARCHITECTURES = (
     "hunyuan-dense",
     "internlm2",
     "llama",
+    "llama4",
     "minicpm",
     "mistral3",
     "muse-glimmer",
@@ -55,16 +60,21 @@ ARCHITECTURES = (
 )
 
 
+def module_name(name: str) -> str:
+    """The last part of the name of an architecture's module."""
+    return name.replace("-", "_")
+
+
 def load_architecture(name: str) -> Architecture:
     """The architecture of a name in `ARCHITECTURES`."""
-    module = importlib.import_module(f"ggml_engine.models.architectures.{name.replace('-', '_')}")
+    module = importlib.import_module(f"ggml_engine.models.architectures.{module_name(name)}")
     return cast("Architecture", module.ARCHITECTURE)
 
 
 def find_architecture(file: GGUFFile) -> Architecture:
     """The architecture that the file names.
 
-    Raises HyperparameterError when it names none, UnsupportedArchitectureError, listing the known ones, when there
+    Raises HyperparameterError when it names none, UnsupportedArchitectureError, saying what would run it, when there
     is no graph for it.
     """
     name = file.metadata.get("general.architecture")
@@ -72,8 +82,18 @@ def find_architecture(file: GGUFFile) -> Architecture:
         found = "none" if name is None else f"a value of another type ({name!r})"
         raise HyperparameterError("general.architecture", f"a string is needed, the file has {found}")
     if name not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
-        raise UnsupportedArchitectureError(
-            f"{file.path} holds a {name!r} model; there are graphs for: {known}; engine 'llama' runs what libllama does"
-        )
+        raise UnsupportedArchitectureError(f"{file.path} holds a {_shown(name)} model, {_what_runs(name)}")
     return load_architecture(name)
+
+
+def _shown(name: str) -> str:
+    return repr(name) if len(name) <= 60 else f"{name[:60]!r}..."
+
+
+def _what_runs(name: str) -> str:
+    kind = LLAMA_ARCHITECTURES.get(name)
+    if kind is None:
+        return "which has no graph here, and which libllama does not know either: nothing here runs it"
+    if not kind.is_decoder:
+        return f"which is no decoder of text by itself ({kind.value}): nothing here runs it"
+    return f"which has no graph here; libllama has one ({kind.value}): engine 'llama' (--engine llama) runs it"

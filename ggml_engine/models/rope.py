@@ -14,12 +14,14 @@ import numpy as np
 from ggml_engine.errors import GraphError, HyperparameterError
 from ggml_engine.ggml.gguf import GGUFArray
 from ggml_engine.ggml.ops import Rope
+from ggml_engine.ggml.ops.rope import MAX_ATTENTION_FACTOR
 from ggml_engine.models.metadata import MetadataReader, positive
 from ggml_engine.models.sizes import Sizes
 
 # below this, scaled positions leave what an f32 holds exactly, and YaRN's growth comes near zero
 _MIN_SCALING = 1e-3
 _SCALING_RULE = "0 (none) or above 0.001"
+_MAX_LOG_MULTIPLIER = 1000.0
 
 
 def read_rope(
@@ -36,7 +38,12 @@ def read_rope(
     factor_key = "rope.scaling.factor" if "rope.scaling.factor" in reader else "rope.scale_linear"
     factor = reader.number(factor_key, lambda value: value == 0 or value > _MIN_SCALING, _SCALING_RULE, 0.0)
     scale = 1.0 if factor == 0.0 or kind == "none" else float(np.float32(1.0) / np.float32(factor))
-    attn_factor = reader.number("rope.scaling.attn_factor", positive, "above 0", 1.0)
+    attn_factor = reader.number(
+        "rope.scaling.attn_factor",
+        lambda value: 0 < value <= MAX_ATTENTION_FACTOR,
+        f"above 0 and up to {MAX_ATTENTION_FACTOR:g}",
+        1.0,
+    )
     if kind == "yarn":
         attn_factor = float(_yarn_attention(scale, log_multiplier, log_multiplier_over) * np.float32(attn_factor))
     rope = Rope(
@@ -50,6 +57,12 @@ def read_rope(
     )
     check_rope(reader, rope)
     return rope
+
+
+def read_log_multiplier(reader: MetadataReader) -> float:
+    """YaRN's for all dimensions; 0 where the file has none."""
+    rule = f"0 (none) to {_MAX_LOG_MULTIPLIER:g}"
+    return reader.number("rope.scaling.yarn_log_multiplier", lambda value: 0 <= value <= _MAX_LOG_MULTIPLIER, rule, 0.0)
 
 
 def read_original_context(reader: MetadataReader, sizes: Sizes) -> int:

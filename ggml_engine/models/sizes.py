@@ -63,6 +63,9 @@ def read_sizes(reader: MetadataReader) -> Sizes:
     n_rot = reader.integer("rope.dimension_count", 2, n_embd_head_k, n_embd_head_k)
     if n_rot % 2:
         raise HyperparameterError(reader.key("rope.dimension_count"), f"must be even, is {n_rot}")
+    if n_embd_head_k % 2:  # ggml takes also what is not rotated by pairs
+        name = "attention.key_length" if "attention.key_length" in reader else "attention.head_count"
+        raise HyperparameterError(reader.key(name), f"makes heads of {n_embd_head_k} elements: their size must be even")
     context = reader.integer("context_length", 1, 2**63)
     return Sizes(
         n_layer=n_layer,

@@ -1,7 +1,8 @@
 """The K and V of cells as rows of bytes: how they leave a pool, and how they come back.
 
-A row is the same in both layouts of V: layer after layer, first K, then V, each as it is stored (rotated and quantised,
-where it is). Where Python can reach the memory it is used in place; tensors on a device are copied whole.
+A row is the same in both layouts of V: layer after layer, first K, then V where it is stored apart, each as it is
+stored (rotated and quantised, where it is). Where Python can reach the memory it is used in place; tensors on a device
+are copied whole.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ class PoolRows:
         start = 0
         for layer, (k, v) in zip(self._pool.layers, self._pool.tensors, strict=True):
             for tensor, width, in_columns in ((k, layer.n_embd_k, False), (v, layer.n_embd_v, is_columns)):
+                if tensor is None:
+                    continue
                 n_bytes = tensor.type.row_bytes(width)
                 yield tensor, rows[:, start : start + n_bytes], in_columns
                 start += n_bytes

@@ -182,6 +182,9 @@ BAD: list[tuple[str, str, Any, str]] = [
     ("ernie4_5-moe", "expert_feed_forward_length", [64], "4 layers"),
     *(("hunyuan-dense", "rope.scaling.alpha", value, "0 (none) or above") for value in (NAN, -1.0, INF)),
     ("hunyuan-dense", "rope.scaling.alpha", 3e38, "base must be positive"),
+    *((row, "attention.key_length", 17, "heads of 17 elements") for row in ("phi2", "glm4", "nemotron")),
+    *((row, "rope.scaling.attn_factor", value, "up to 1000")
+      for row in ("llama", "qwen2 tied, output bias, yarn", "phi3 longrope") for value in (0.0, 1e30, NAN)),
     *((row, "attention.causal", False, "none that follow") for row in ("qwen2", "llama")),
 ]  # fmt: skip
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from architecture_rows import model_file
 from engines import executor_over, feed, loaded
+from moves import move_at_every_step
 from tiny_models import VOCAB, write_gemma3, write_llama
 
 from ggml_engine.errors import AllocationError, CacheError, ClosedError, InputError, PositionError
@@ -45,6 +47,22 @@ def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
         write_gemma3(path, window=5, n_layer=3, pattern=2)
     with loaded(path, threads=1) as model:
         yield model
+
+
+@pytest.mark.parametrize("row", ["gemma4 per layer inputs, shared layers", "deepseek2", "llama4"])
+@pytest.mark.parametrize("mode", [{}, {**ROWS}], ids=["default", "rows"])
+def test_layers_that_share_and_values_inside_keys_come_back(row: str, mode: dict[str, Any]) -> None:
+    options = {"capacity": 256, **mode}
+    with loaded(model_file(row), threads=1) as model:
+        with executor_over(model, **options) as executor:
+            sequence = executor.open()
+            feed(executor, sequence, TOKENS[:50], 32)
+            image, rows = taken(executor, [(sequence, 50)])
+            assert image.row_bytes == executor.bytes_per_cell
+            want = feed(executor, sequence, TOKENS[50:70])
+        with executor_over(model, **options) as executor:
+            (sequence,) = brought(executor, image, rows)
+            assert feed(executor, sequence, TOKENS[50:70]).tobytes() == want.tobytes()
 
 
 def taken(executor: GgmlExecutor, parts: list[tuple[int, int]], n_part: int = 7) -> tuple[KvImage, Rows]:
@@ -140,6 +158,38 @@ def test_a_beginning_can_be_taken_while_its_sequence_goes_on(model: Model) -> No
             reader.read(0, 20)
         with pytest.raises(PositionError, match="11 positions of sequence"):
             executor.read_image([(sequence, 11)])
+
+
+def test_cells_that_are_read_or_brought_in_stay_where_they_are_while_others_are_moved(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with executor_over(model, capacity=256, run=4, read_block=8, attention="flash", v_layout="rows") as executor:
+        source, beside, gone = (executor.open() for _ in range(3))
+        for start in range(0, 32, 4):  # in turns, a run each
+            for sequence in (source, beside, gone):
+                feed(executor, sequence, TOKENS[start : start + 4])
+        image, rows = taken(executor, [(source, 32)])
+        clone = executor.clone(source, 32)
+        assert clone is not None
+        reader = executor.read_image([(clone, 32)])
+        writer = executor.write_image(image)
+        assert reader is not None
+        assert writer is not None
+        executor.close(gone)
+        move_at_every_step(monkeypatch)
+        found = []
+        for start in range(0, 32, 8):
+            found.append(reader.read(start, 8))
+            writer.write(rows[start : start + 8])
+            for sequence in (source, beside):
+                feed(executor, sequence, TOKENS[32 + start : 40 + start])
+        assert executor.stats()["moves"] > 0, "nothing was moved"
+        assert np.concatenate(found).tobytes() == rows.tobytes()
+        (loaded_sequence,) = writer.commit()
+        assert stored(executor, loaded_sequence) == stored(executor, clone)
+        executor.close(source)
+        feed(executor, beside, TOKENS[:4])
+        assert reader.read(0, 32).tobytes() == rows.tobytes()
 
 
 def test_rows_do_not_depend_on_the_layout(model: Model) -> None:

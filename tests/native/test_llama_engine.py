@@ -218,6 +218,21 @@ def test_more_sessions_than_sequences_take_turns_and_snapshots_make_room(tmp_pat
         assert [session.position for session in held] == [4] * 8
 
 
+def test_who_has_a_sequence_does_not_give_way_to_who_lacks_one() -> None:
+    with load(model_file("mamba"), max_batch_tokens=16) as engine:
+        held = [engine.session() for _ in range(8)]
+        for session in held:
+            session.generate(TOKENS[0][:4], greedy(1), timeout=WAIT_S)
+        running = [session.generate_async(TOKENS[1][:30], greedy(12)) for session in held[:2]]
+        late = engine.generate(TOKENS[2], greedy(4))
+        running += [session.generate_async(TOKENS[1][:30], greedy(12)) for session in held[2:4]]
+        with pytest.raises(SequenceLimitError, match="1 more sequences, 0 of 8"):
+            done(late)
+        assert len({tuple(done(each).tokens) for each in running}) == 1
+        held[4].close()
+        assert len(done(engine.generate(TOKENS[2], greedy(4))).tokens) == 4
+
+
 def test_a_runner_over_attention_clones_and_rewinds_anywhere(tmp_path: Path) -> None:
     with load(write_gemma3(tmp_path / "model.gguf", window=5)) as engine:
         engine.runner(RunnerOptions(max_sessions=8))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +321,20 @@ def test_encoders_are_refused() -> None:
         pass
 
 
+@pytest.mark.parametrize(("name", "kind"), [("llama-embed", "encoder"), ("eagle3", "draft"), ("qwen3tts", "speech")])
+def test_what_is_no_decoder_does_not_reach_libllama(tmp_path: Path, name: str, kind: str) -> None:
+    """libllama would load the first, and compute its attention without what came before."""
+    forge = taken_apart(write_llama(tmp_path / "llama.gguf"))
+    set_key(forge, "general.architecture", name)
+    for value in forge.values:
+        value.key = str(value.key).replace("llama.", f"{name}.") if str(value.key).startswith("llama.") else value.key
+    with (
+        pytest.raises(UnsupportedArchitectureError, match=rf"'{name}'.*{kind}.*only decoders"),
+        libllama_running(forge.write(tmp_path / "model.gguf")),
+    ):
+        pass
+
+
 REFUSED: dict[str, tuple[Any, type[ModelError], str]] = {
     "no layers": (lambda f: set_key(f, "llama.block_count", 0), HyperparameterError, "block_count"),
     "too many layers": (lambda f: set_key(f, "llama.block_count", 513), HyperparameterError, "512"),
@@ -334,6 +350,9 @@ REFUSED: dict[str, tuple[Any, type[ModelError], str]] = {
     ),
     "a base that is no number": (
         lambda f: set_key(f, "llama.rope.freq_base", float("nan")), HyperparameterError, "finite",
+    ),
+    "a factor that makes scores infinite": (
+        lambda f: set_key(f, "llama.rope.scaling.attn_factor", 1e30), HyperparameterError, "attn_factor.*up to 1000",
     ),
     "a negative epsilon": (
         lambda f: set_key(f, "llama.attention.layer_norm_rms_epsilon", -1.0), HyperparameterError, "above 0",
@@ -372,6 +391,53 @@ def test_a_file_that_ends_a_process_in_libllama_ends_a_child(tmp_path: Path) -> 
     for name in ("mamba", "bert", "gpt-oss"):
         with GGUFFile.open(model_file(name)) as file:
             rehearse(file)
+
+
+def test_a_rehearsal_runs_no_code_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("subprocess.py", "numpy.py", "ggml_engine.py"):
+        (tmp_path / name).write_text(f"open('{name}.has_run', 'w').close()\n")
+    with GGUFFile.open(model_file("mamba")) as file:
+        rehearse(file)
+    assert not list(tmp_path.glob("*.has_run"))
+
+
+class _Noting:
+    """libllama, with a note of every call that frees something."""
+
+    def __init__(self, llama: Any) -> None:
+        self._llama = llama
+        self.freed: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("llama_free", "llama_model_free"):
+            self.freed.append(name)
+        return getattr(self._llama, name)
+
+
+def test_a_context_does_not_outlive_its_model() -> None:
+    """libllama reads the model as it frees a context. As garbage of one cycle the two may come in any order."""
+    with GGUFFile.open(model_file("mamba")) as file:
+        model = LlamaModel.load(file, device="cpu", rehearsed=False)
+        noting = _Noting(model.libraries.llama)
+        model.libraries = replace(model.libraries, llama=noting)
+        executor = LlamaExecutor(model, LlamaOptions(capacity=64, threads=1))
+        model.cycle = executor.cycle = executor  # type: ignore[attr-defined]
+        del model, executor
+        gc.collect()
+    assert noting.freed == ["llama_free", "llama_model_free"]
+
+
+def test_a_context_of_a_freed_model_computes_nothing() -> None:
+    with GGUFFile.open(model_file("mamba")) as file:
+        model = LlamaModel.load(file, device="cpu", rehearsed=False)
+        executor = LlamaExecutor(model, LlamaOptions(capacity=64, threads=1))
+        sequence = executor.open()
+        feed(executor, sequence, TOKENS[0][:5])
+        model.free()
+        with pytest.raises(ClosedError, match="model"):
+            feed(executor, sequence, TOKENS[0][5:9])
+        executor.close_all()
 
 
 def test_an_architecture_that_nobody_knows_is_told(tmp_path: Path) -> None:

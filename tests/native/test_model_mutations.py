@@ -22,6 +22,7 @@ from ggml_engine.errors import HyperparameterError, ModelError, UnsupportedArchi
 from ggml_engine.ggml.backends import Buffer
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.models.model import load_model
+from ggml_engine.pool.window import Window
 
 Change = Callable[[GGUFForge], object]
 TOKENS = [5, 9, 13, 200]
@@ -79,7 +80,7 @@ BOTH = [
       for label, kind, width in [("F16", F16, 2), ("I32", I32, 4), ("F64", F64, 8)]),
     Case(38, "no architecture", lambda f: drop_key(f, "general.architecture"), HyperparameterError, ("general.architecture", "none")),
     Case(38, "a number", lambda f: set_key(f, "general.architecture", 7), HyperparameterError, ("general.architecture", "7")),
-    Case(38, "unknown", lambda f: set_key(f, "general.architecture", "llama9"), UnsupportedArchitectureError, ("'llama9'", "gemma3", "llama")),
+    Case(38, "unknown", lambda f: set_key(f, "general.architecture", "llama9"), UnsupportedArchitectureError, ("'llama9'", "no graph here", "nothing here runs it")),
     value_case(39, "block_count", 0, "1 to 512", "0"),
     value_case(39, "block_count", 513, "1 to 512", "513"),
     value_case(39, "block_count", 2**32 - 1, "4294967295"),
@@ -113,7 +114,7 @@ BOTH = [
     value_case(43, "rope.freq_base", 1e300, "above 0", kind=FLOAT64),
     value_case(43, "rope.freq_base", "big", "number", "'big'"),
     *(value_case(43, "rope.scaling.factor", factor, "above 0.001") for factor in (NAN, -1.0, INF, 1e-40)),
-    value_case(43, "rope.scaling.type", "longrope", "longrope"),
+    *(value_case(43, "rope.scaling.attn_factor", factor, "above 0 and up to 1000") for factor in (NAN, 0.0, -1.0, 1001.0, INF)),
     value_case(43, "rope.scaling.type", "magic", "'magic'"),
     value_case(43, "rope.scaling.type", 5, "string", "5"),
     value_case(43, "rope.scaling.original_context_length", 0, "0"),
@@ -139,15 +140,29 @@ BOTH = [
     value_case(62, "attention.key_length", 0, "0"),
     value_case(62, "attention.key_length", 2**31, "2147483648"),
     value_case(62, "attention.value_length", 0, "0"),
-    Case(62, "another value_length", key("attention.value_length", 8), WeightError, ("attn_v.weight", "expected")),
-    Case(62, "another key_length", lambda f: (key("attention.key_length", 64)(f), without("rope.dimension_count")(f)), ModelError, ("attn_q.weight", "expected")),
 ]  # fmt: skip
 LLAMA = [
     value_case(42, "rope.dimension_count", 8, "head size 16", "8"),
     value_case(60, "expert_count", 2**31, "2147483648"),
-    Case(60, "experts", key("expert_count", 8), UnsupportedArchitectureError, ("experts",)),
+    Case(60, "experts", key("expert_count", 8), HyperparameterError, ("llama.expert_used_count", "does not have")),
+    value_case(62, "attention.value_length", 8, "key_length 16", "8"),
+    Case(
+        62,
+        "another key_length",
+        key("attention.key_length", 64),
+        HyperparameterError,
+        ("llama.attention.value_length", "key_length 64", "16"),
+    ),
 ]
 GEMMA = [
+    Case(62, "another value_length", key("attention.value_length", 8), WeightError, ("attn_v.weight", "expected")),
+    Case(
+        62,
+        "another key_length",
+        lambda f: (key("attention.key_length", 64)(f), without("rope.dimension_count")(f)),
+        ModelError,
+        ("attn_q.weight", "expected"),
+    ),
     value_case(61, "attention.sliding_window", -1, "-1", kind=INT32),
     value_case(61, "attention.sliding_window", 5.0, "integer", "5.0"),
     value_case(61, "attention.sliding_window", 2**32 - 1, "4294967295"),
@@ -216,6 +231,8 @@ ACCEPTED: list[tuple[str, str, Change]] = [
     ("llama", "no key length", lambda f: (without("attention.key_length")(f), without("attention.value_length")(f))),
     ("llama", "no experts", key("expert_count", 0)),
     ("llama", "64-bit integers", key("block_count", 2, kind=UINT64)),
+    ("llama", "long factors that it has not", key("rope.scaling.type", "longrope")),
+    ("gemma3", "long factors that it has not", key("rope.scaling.type", "longrope")),
     ("llama", "scaling by nothing", key("rope.scaling.factor", 0.0)),
     ("gemma3", "a window longer than the context", key("attention.sliding_window", 2**31 - 1)),
     ("gemma3", "a window longer than the text", key("attention.sliding_window", 100)),
@@ -235,7 +252,7 @@ def test_a_window_of_zero_is_none(whole: dict[str, Path], tmp_path: Path) -> Non
     forge = taken_apart(whole["gemma3"])
     key("attention.sliding_window", 0)(forge)
     with running(forge.write(tmp_path / "odd.gguf"), capacity=16) as executor:
-        assert executor.cache.windows == (0,)
+        assert executor.cache.windows == (Window(0),)
         assert set(executor.model.hp.window) == {0}
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from architecture_rows import ROWS
 from cell_walk import state_of
-from engines import batch_of, executor_over, feed, loaded, running
+from engines import batch_of, executor_over, feed, libllama_running, loaded, running
 from forged_models import set_key, taken_apart
 from saved_models import SavedModel, write_model
 from tiny_models import VOCAB
@@ -46,6 +46,19 @@ def model(path: Path) -> Iterator[Model]:
 def executor(model: Model) -> Iterator[GgmlExecutor]:
     with executor_over(model, capacity=CAPACITY, run=4, read_block=8) as executor:
         yield executor
+
+
+def test_libllama_is_given_no_position_beyond_its_table(path: Path) -> None:
+    """It looks it up all the same, and ggml ends the process."""
+    with libllama_running(path, capacity=CAPACITY) as executor:
+        assert (executor.capacity, executor.max_positions) == (CAPACITY, LIMIT)
+        sequence = executor.open()
+        feed(executor, sequence, TOKENS[:LIMIT])
+        with pytest.raises(ContextLengthError, match=r"gpt2 model needs 25 tokens, the context holds 24"):
+            feed(executor, sequence, TOKENS[LIMIT:])
+        assert (executor.length(sequence), executor.free_cells) == (LIMIT, CAPACITY - LIMIT)
+        executor.rewind(sequence, 3)
+        feed(executor, sequence, TOKENS[3:LIMIT])
 
 
 class TestATableOfPositions:

@@ -349,6 +349,21 @@ _row("deepseek2 without MLA", {**_DEEPSEEK2, "attention.head_count_kv": N_HEAD, 
      drop=(*OPTIONAL_BIASES, "exp_probs_b"))  # fmt: skip
 _row("deepseek2 lite", {**_DEEPSEEK2, **_MLA, "block_count": 26, "feed_forward_length": 32,
      "expert_feed_forward_length": 32}, architecture="deepseek2", drop=(*OPTIONAL_BIASES, "exp_probs_b"))  # fmt: skip
+_row("deepseek2 temperature, gate and up of experts apart", {**_DEEPSEEK2, **_MLA, "attention.q_lora_rank": 0,
+     "attention.temperature_scale": 0.1, "attention.temperature_length": 10, "leading_dense_block_count": 3},
+     architecture="deepseek2", drop=(*OPTIONAL_BIASES, OUTPUT, "exp_probs_b", "ffn_gate_up_exps"),
+     added={f"blk.3.ffn_{part}_exps.weight": (4, 64, N_EMBD) for part in ("gate", "up")})  # fmt: skip
+_row("deepseek2 q8_0", {**_DEEPSEEK2, **_MLA, "attention.q_lora_rank": 32, "attention.key_length_mla": 40,
+     "rope.scaling.yarn_log_multiplier": 0.1, "rope.scaling.attn_factor": 1.3}, architecture="deepseek2",
+     types={"weight": "Q8_0"})  # fmt: skip
+_row("deepseek2 dense, temperature without MLA", {**_DEEPSEEK2, "attention.head_count_kv": N_HEAD,
+     "attention.key_length": 24, "attention.value_length": 16, "attention.q_lora_rank": 0,
+     "attention.temperature_scale": 0.1, "attention.temperature_length": 10, "leading_dense_block_count": 4,
+     "expert_count": 0, "expert_used_count": 0, "rope.scaling.type": "linear"}, architecture="deepseek2")  # fmt: skip
+_row("deepseek2 wide latents", {**_DEEPSEEK2, "block_count": 2, "rope.dimension_count": 64, "attention.kv_lora_rank": 64,
+     "attention.head_count_kv": 1, "attention.key_length": 128, "attention.value_length": 64,
+     "attention.key_length_mla": 80, "attention.value_length_mla": 32, "attention.q_lora_rank": 32},
+     architecture="deepseek2")  # fmt: skip
 _row("internlm2", drop=OPTIONAL_BIASES)
 _row("internlm2 fused, biases", YARN, architecture="internlm2", fused_qkv=True,
      drop=(r"attn_output\.bias", FFN_BIASES))  # fmt: skip
@@ -368,7 +383,15 @@ _row("apertus", {"xielu.alpha_n": [0.8, 0.6, 0.7, 0.5], "xielu.alpha_p": [0.8, 0
 _row("apertus longrope, biases", {"xielu.alpha_n": 0.8, "xielu.alpha_p": 1.2, "xielu.beta": 0.6, "xielu.eps": -0.1,
      "rope.scaling.type": "longrope", "rope.scaling.original_context_length": BORDER}, architecture="apertus",
      fused_qkv=True, ignored=r"attn_[qk]_norm\.bias")  # fmt: skip
-_row("llama4", {**EXPERT_FF, "interleave_moe_layer_step": 2}, drop=("rope_freqs", *OPTIONAL_BIASES))
+_LLAMA4: dict[str, Any] = {**EXPERT_FF, "interleave_moe_layer_step": 2}
+_row("llama4", _LLAMA4, drop=("rope_freqs", *OPTIONAL_BIASES))
+_row("llama4 tied, biases, factors, a base for chunks", {**_LLAMA4, "expert_used_count": 1, "block_count": 5,
+     "interleave_moe_layer_step": 1, "rope.freq_base_swa": 500.0, "attention.sliding_window": 4096,
+     "attention.sliding_window_pattern": [True, False, False, True, True]},
+     architecture="llama4", drop=(OUTPUT, r"attn_output\.bias"))  # fmt: skip
+_row("llama4 of 128 experts, dense, linear", {**_LLAMA4, "expert_count": 128, "expert_feed_forward_length": 32,
+     "interleave_moe_layer_step": 3, "rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+     architecture="llama4", drop=("rope_freqs", *OPTIONAL_BIASES))  # fmt: skip
 _row("bailingmoe", {**EXPERT_FF, "leading_dense_block_count": 0, "expert_shared_count": 1, "expert_weights_scale": 1.0,
      "expert_weights_norm": True, "rope.dimension_count": 16}, drop=OPTIONAL_BIASES)  # fmt: skip
 _row("bailingmoe scaled, not normalised", {**EXPERT_FF, "leading_dense_block_count": 1, "expert_shared_count": 2,

@@ -34,6 +34,7 @@ class FakeBatchEngine:
         self.runner_options: RunnerOptions | None = None
         self.is_loaded = False
         self.closed = False
+        self.kind, self.reason = "native", "there is a graph for 'llama' models"
         self.made: Runner | None = None
         self.vocabulary = SimpleNamespace(encode=self._encode)
 

@@ -15,6 +15,7 @@ import resource
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from forged_models import taken_apart
@@ -105,8 +106,8 @@ def run_one_in_libllama(path: Path) -> int:
     return RAN
 
 
-def fork_one(path: Path) -> int:
-    """The wait status of a forked run."""
+def fork_one(path: Path, run: Callable[[Path], int] | None = None) -> int:
+    """The wait status of a forked `run`, which is `run_one` by default."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1]
@@ -114,7 +115,7 @@ def fork_one(path: Path) -> int:
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))
     code = UNTYPED
     try:
-        code = run_one(path)
+        code = (run or run_one)(path)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -49,10 +49,10 @@ def test_one_prompt_is_all_of_stdout(engine, capsys) -> None:
     assert main(["batch", "m", "hello", *GREEDY]) == 0
     out, err = capsys.readouterr()
     assert out == engine.answer("hello", 4) + "\n"
-    assert err.splitlines()[0].split() == [
+    assert err.splitlines()[1].split() == [
         "prompt", "round", "tokens", "evaluated", "reused", "generated", "first", "token", "total", "tokens/s", "end",
     ]  # fmt: skip
-    assert len(err.splitlines()) == 3
+    assert len(err.splitlines()) == 4
     assert engine.closed
 
 
@@ -122,6 +122,14 @@ def test_a_directory_that_is_not_there_is_noticed_before_anything_is_loaded(engi
     assert not engine.is_loaded
 
 
+def test_a_report_is_not_written_over_by_a_text(engine, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["batch", "m", "a", "b", "--out-prefix", "o", "--report", f"{tmp_path}/o-2-1.txt"]) == 1
+    assert "o-2-1.txt is to be written twice" in capsys.readouterr().err
+    assert not engine.is_loaded
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_that_cannot_be_finished_is_not_there(engine, tmp_path, capsys, monkeypatch) -> None:
     def full(_from: str, _to: str) -> None:
         raise OSError(28, "No space left on device")
@@ -157,7 +165,8 @@ def test_a_report_says_what_was_evaluated_reused_and_missed(engine, tmp_path, ca
         assert 0 <= row["queued_s"] <= row["queued_s"] + row["first_token_s"] <= row["total_s"]
         assert row["first_token_s"] >= row["prefill_s"] >= 0
         assert row["seed"] is None
-    lines = capsys.readouterr().err.splitlines()
+    which, *lines = capsys.readouterr().err.splitlines()
+    assert which == "engine native: there is a graph for 'llama' models"
     assert [line.split()[:6] for line in lines[1:7]] == [
         [str(i), str(r), *map(str, counts[r, i]), "4"] for r in (1, 2) for i in (1, 2, 3)
     ]
@@ -378,7 +387,7 @@ def test_ctrl_c_ends_what_runs_and_writes_what_is_there(monkeypatch, tmp_path, c
         n = rows[1, index]["generated_tokens"]
         assert n >= 5
         assert (tmp_path / f"o-{index}-1.txt").read_text() == engine.answer(prompt, n) + "\n"
-    assert len(capsys.readouterr().err.splitlines()) == 5, "the table of what there is"
+    assert len(capsys.readouterr().err.splitlines()) == 6, "the engine, and the table of what there is"
     assert engine.closed
 
 

@@ -29,6 +29,7 @@ HEAVY = ["numpy", "cffi", "_cffi_backend", "jinja2", "llama_cpp", "gguf", "huggi
         ["embed", "--help"],
         ["pull", "--help"],
         ["devices", "-h"],
+        ["models", "-h"],
         ["check", "--help"],
         [],
     ],
@@ -49,10 +50,10 @@ def test_help_names_the_commands_and_is_code_0(capsys) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("Usage: ggml-engine [OPTIONS] COMMAND")
-    assert all(f"\n  {name} " in out for name in ("run", "batch", "embed", "pull", "devices", "check"))
+    assert all(f"\n  {name} " in out for name in ("run", "batch", "embed", "pull", "devices", "models", "check"))
 
 
-@pytest.mark.parametrize("args", [[], ["--nonsense"], ["pull"], ["devices", "x"]], ids=str)
+@pytest.mark.parametrize("args", [[], ["--nonsense"], ["pull"], ["devices", "x"], ["models", "x"]], ids=str)
 def test_a_wrong_use_is_code_2_and_says_so_on_stderr(capsys, args: list[str]) -> None:
     assert main(args) == 2
     out, err = capsys.readouterr()

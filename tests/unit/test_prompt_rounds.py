@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Sequence
 from contextlib import closing
@@ -193,6 +194,18 @@ def test_snapshots_give_way_to_answers() -> None:
         rounds = rounds_over(b, prompts, 4)
         for _ in range(3):
             check_texts(b, prompts, run_round(rounds))
+        del rounds
+
+
+def test_a_prompt_that_starts_again_is_captured_again() -> None:
+    options = dataclasses.replace(options_for(4, 1), victim=lambda sessions: sessions[0])
+    with bench(options, capacity=300) as b:
+        prompts = long_prompts(4)
+        rounds = rounds_over(b, prompts, 1)
+        results = run_round(rounds)
+        check_texts(b, prompts, results)
+        assert results[0].n_restarts > 0
+        assert [entry.tokens.tolist() for entry in rounds.cache.entries] == [list(prompts[0].tokens)]
         del rounds
 
 

@@ -10,6 +10,7 @@ import pickle
 import struct
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from ggml_engine.control.prefix_cache import PrefixCache
 from ggml_engine.control.runner import Runner
 from ggml_engine.control.saved_format import HEAD, MAGIC, VERSION
 from ggml_engine.control.saved_names import names_in
-from ggml_engine.errors import EngineError, SavedStateError
+from ggml_engine.errors import ContextLengthError, EngineError, SavedStateError
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -125,6 +126,21 @@ def test_pipes_and_directories_are_no_saved_states(tmp_path: Path, live: Bench) 
     refused(live, tmp_path, "foreign", "no regular file")
     file_of(tmp_path, "two").mkdir()
     refused(live, tmp_path, "foreign", "no regular file", name="two")
+
+
+def test_a_link_is_no_saved_state_and_a_save_takes_its_place(tmp_path: Path, live: Bench, written: bytes) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(written)
+    path = file_of(tmp_path, "one")
+    path.symlink_to(elsewhere)
+    refused(live, tmp_path, "foreign", "symbolic link")
+    with live.session_at([1, 2]) as session:
+        session.save(tmp_path, "one", WAIT_S)
+    assert not path.is_symlink()
+    assert elsewhere.read_bytes() == written
+    through = tmp_path / "through"
+    through.symlink_to(tmp_path)  # a directory is the caller's choice
+    live.runner.load_session(through, "one", WAIT_S).close()
 
 
 def test_a_file_that_is_not_there_is_missing(tmp_path: Path, live: Bench) -> None:
@@ -275,6 +291,34 @@ def test_a_file_of_another_model_says_what_it_was_made_for(tmp_path: Path, live:
     with pytest.raises(SavedStateError) as caught:
         PrefixCache(4).load(live.runner, tmp_path, "one", WAIT_S)
     assert caught.value.code == "other-kind"
+
+
+def test_what_a_file_says_that_it_was_made_for_does_not_fill_the_screen(tmp_path: Path, live: Bench) -> None:
+    with bench(fingerprint="other") as b, b.session_at() as session:
+        session.save(tmp_path, "one", WAIT_S)
+    forged(file_of(tmp_path, "one"), lambda metadata: metadata["made_for"].update(dict.fromkeys(_KEYS, "x" * 500)))
+    error = refused(live, tmp_path, "other-model", "it has fingerprint 'other' and not 'fake'")
+    assert len(str(error)) < 500
+    assert "\x1b" not in str(error)
+
+
+_KEYS = [f"\x1b[2J{i:0100}" for i in range(1000)]
+
+
+def test_more_tokens_than_a_session_can_have_are_refused_before_they_are_unpacked(
+    tmp_path: Path, live: Bench, written: bytes
+) -> None:
+    path, n = file_of(tmp_path, "one"), 1 << 20
+    path.write_bytes(written)
+    forged(path, lambda m: (m.update(n_rows=0), m["sequences"][0].update(n_tokens=n, n_rows=0)), lambda _: bytes(4 * n))
+    tracemalloc.start()
+    try:
+        with untouched(live, may_ask=True), pytest.raises(ContextLengthError):
+            live.runner.load_session(tmp_path, "one", WAIT_S)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * path.stat().st_size
 
 
 def test_rows_of_another_width_are_refused(tmp_path: Path, live: Bench) -> None:

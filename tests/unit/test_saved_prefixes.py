@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,53 @@ def test_loading_takes_no_cells_from_snapshots_that_are_there(tmp_path: Path) ->
         assert put(b, cache, PROMPT)
         assert cache.load(b.runner, tmp_path, timeout=WAIT_S) == 2
         assert keys(cache) == [A, B, PROMPT]
+
+
+def test_what_is_loaded_gives_way_before_what_is_there(tmp_path: Path) -> None:
+    with bench() as b:
+        filled(b).save(tmp_path, timeout=WAIT_S)
+    with bench(capacity=24) as b:
+        cache = PrefixCache(8)
+        assert put(b, cache, PROMPT)
+        assert cache.load(b.runner, tmp_path, timeout=WAIT_S) == 3
+        assert keys(cache) == [C, A, B, PROMPT]
+        b.run(b.open(), [40 + i for i in range(6)], 1)  # one cell is free, and C and A have five of their own
+        assert keys(cache) == [B, PROMPT]
+
+
+def test_nobody_waits_longer_than_asked_for_a_cache_that_loads(tmp_path: Path) -> None:
+    with bench() as b:
+        cache = filled(b)
+        cache.save(tmp_path, timeout=WAIT_S)
+        cache.clear()
+        write = b.executor.rows.write
+        is_loading, may_go_on = threading.Event(), threading.Event()
+
+        def write_and_wait(cells: Any, rows: Any) -> None:
+            is_loading.set()
+            assert may_go_on.wait(WAIT_S)
+            write(cells, rows)
+
+        b.executor.rows.write = write_and_wait  # type: ignore[method-assign]
+        snapshot = b.session_at(PROMPT).snapshot_async().result(WAIT_S)
+        assert snapshot is not None
+        loading = threading.Thread(target=cache.load, args=(b.runner, tmp_path), kwargs={"timeout": WAIT_S})
+        loading.start()
+        try:
+            assert is_loading.wait(WAIT_S)
+            threading.Timer(1.0, may_go_on.set).start()
+            with pytest.raises(TimeoutError):
+                cache.insert(snapshot, PROMPT, timeout=0.05)
+            assert not may_go_on.is_set()
+            with pytest.raises(TimeoutError):
+                cache.load(b.runner, tmp_path, timeout=0.05)
+            assert not may_go_on.is_set()
+        finally:
+            may_go_on.set()
+            loading.join(WAIT_S)
+        b.drain()
+        assert snapshot.status == "closed"
+        assert keys(cache) == [C, A, B]
 
 
 def test_a_machine_without_memory_loads_nothing(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from control_bench import PROMPT, Bench, bench, eventually, greedy
 from fake_executor import WAIT_S
 from saved_bench import file_of, state_of
 
+from ggml_engine.control.image_table import Source
 from ggml_engine.control.options import RunnerOptions
 from ggml_engine.control.runner import Runner
 from ggml_engine.control.session import Session
@@ -219,6 +220,36 @@ def test_what_is_held_for_a_save_gives_way_to_a_generation(tmp_path: Path) -> No
         assert grown[0].result(WAIT_S)
         assert grown[0].tokens == b.expected(LONG[::-1], 3)
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_goes_on_where_its_end_would_free_no_cell(tmp_path: Path) -> None:
+    with bench(capacity=50, row_bytes=MIB) as b, b.session_at(LONG) as session:
+        other = b.open()
+        rows, read = b.executor.rows, b.executor.rows.read
+        begun: list[Any] = []
+
+        def read_and_fill(cells: Any) -> Any:
+            if not begun:
+                begun.append(b.start(other, LONG[:20], 2))
+            return read(cells)
+
+        rows.read = read_and_fill  # type: ignore[method-assign]
+        session.save(tmp_path, "one", WAIT_S)  # the session has all of these cells itself
+        with pytest.raises(PoolFullError):
+            begun[0].result(WAIT_S)
+        assert Runner.saved_names(tmp_path) == ["one"]
+
+
+def test_of_two_saves_that_share_their_cells_both_give_way(tmp_path: Path) -> None:
+    with bench(capacity=50) as b:
+        session = b.session_at(LONG)
+        scheduler = b.runner._core.scheduler
+        held = [scheduler.hold([Source(session._state)]) for _ in range(2)]  # the engine's thread sleeps
+        session.close()
+        assert len(b.run(b.open(), LONG[:20], 2)) == 2
+        for each in held:
+            with pytest.raises(SessionError, match="given to others"):
+                scheduler.read(each, 0, 1)
 
 
 def test_a_snapshot_goes_first_where_what_is_held_keeps_no_cells(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from ggml_engine.ggml.tensor_types import TensorType
 
 ROPE_NORMAL = 0
 ROPE_NEOX = 2
+MAX_ATTENTION_FACTOR = 1000.0  # of a file: scores grow with its square, and an infinite one makes NaN of all
 
 
 @dataclass(frozen=True, slots=True)
