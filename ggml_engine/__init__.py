@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from ggml_engine.control.runner import Runner
     from ggml_engine.control.session import Session
     from ggml_engine.engine import Engine
+    from ggml_engine.executor.encoder import Encoder
     from ggml_engine.executor.prepared import EmbeddingInput, PreparedInput
     from ggml_engine.ggml.gguf import GGUFFile
     from ggml_engine.ggml.sampler_config import SamplerConfig
@@ -87,6 +88,7 @@ __all__ = [
     "DeviceError",
     "DownloadError",
     "EmbeddingInput",
+    "Encoder",
     "Engine",
     "EngineError",
     "ExecutorError",
@@ -141,6 +143,7 @@ _LAZY = {
     "CacheEntry": "ggml_engine.control.retention",
     "Conversation": "ggml_engine.control.conversation",
     "EmbeddingInput": "ggml_engine.executor.prepared",
+    "Encoder": "ggml_engine.executor.encoder",
     "Engine": "ggml_engine.engine",
     "GGUFFile": "ggml_engine.ggml.gguf",
     "GenConfig": "ggml_engine.control.config",

@@ -1,4 +1,4 @@
-"""`Engine`: load a model and generate text, in a few lines.
+"""`Engine`: load a model, generate text and embed it, in a few lines.
 
 The front door of the package: puts together file, weights, vocabulary, executor and chat template. What the vocabulary
 does not need is imported while libllama parses it (`ggml_engine.loading`): that hides some tens of milliseconds.
@@ -14,12 +14,23 @@ from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
-from ggml_engine.errors import ClosedError, ContextLengthError, EngineError, InputError, OptionError
+from ggml_engine.errors import (
+    ClosedError,
+    ContextLengthError,
+    EngineError,
+    InputError,
+    OptionError,
+    UnsupportedArchitectureError,
+)
 from ggml_engine.ggml.gguf import GGUFFile
+from ggml_engine.ggml.llama_checks import is_encoder
 from ggml_engine.ggml.vocab import PendingVocabulary, Vocabulary
 from ggml_engine.known_models import find_model
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from ggml_engine.chat import ChatTemplate
     from ggml_engine.control.config import GenConfig
     from ggml_engine.control.conversation import Conversation
@@ -94,6 +105,11 @@ class Engine:
         with ExitStack() as undo:
             file = GGUFFile.open(find_model(path), mmap=mmap)
             undo.callback(file.close)
+            if is_encoder(file):
+                name = file.metadata.get("general.architecture")
+                raise UnsupportedArchitectureError(
+                    f"{file.path} holds a {name!r} model, an encoder that generates nothing: Encoder.load takes it"
+                )
             # parsing the vocabulary takes longest and needs no lock of Python's: all else is done beside it
             pending = PendingVocabulary(file)
             undo.callback(pending.wait)
@@ -168,6 +184,45 @@ class Engine:
         if wanted.size > self.executor.max_positions:
             raise ContextLengthError(int(wanted.size), self.executor.max_positions)
         return runner.open_session().generate_alone(wanted, config, max_tokens=max_tokens)
+
+    # ---- embeddings
+
+    def embed(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        pooling: Literal["auto", "mean", "last", "cls", "none"] = "auto",
+        *,
+        normalize: bool = True,
+    ) -> NDArray[np.float32] | list[NDArray[np.float32]]:
+        """Embeddings of texts (or of their token ids): f32 [texts, n_embd], or with "none" a list of [tokens, n_embd].
+
+        They are the hidden states after the final norm: averaged over a text, or of its last or first token, or all
+        of them. "auto" is what the file says (its key `pooling_type`), else the mean. `normalize` gives rows of length
+        1. Texts share steps with each other, and take turns with generations. Waits for the result; no session is
+        opened and no cell kept. Raises InputError, ContextLengthError, OptionError, PoolFullError, ClosedError,
+        HyperparameterError for a file whose key means nothing, and WouldBlockError in a callback.
+        """
+        from ggml_engine.control.embedding import Embedding  # noqa: PLC0415  # few need it
+        from ggml_engine.models.pooling import choose_pooling  # noqa: PLC0415
+
+        if isinstance(texts, str):
+            raise InputError("embed takes a list of texts, and got one text")
+        kind = choose_pooling(self.file, pooling)
+        work = Embedding([self._encoded(text) for text in texts], kind, normalize=normalize)
+        work.check_length(self.executor.max_positions)
+        runner = self.runner()
+        try:
+            while runner.compute_async(work.step).result():
+                pass
+        except BaseException:
+            runner.compute_async(work.abandon)
+            raise
+        return work.result()
+
+    def _encoded(self, text: str | Sequence[int]) -> NDArray[np.int32]:
+        if isinstance(text, str):
+            return self.vocabulary.encode(text, add_special=True, parse_special=False)
+        return self.vocabulary.check_tokens(text)
 
     # ---- sessions
 

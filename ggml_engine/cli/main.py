@@ -15,6 +15,7 @@ from ggml_engine.cli.batch import batch
 from ggml_engine.cli.boundary import Settings, exit_code
 from ggml_engine.cli.check import check
 from ggml_engine.cli.devices import devices
+from ggml_engine.cli.embed import embed
 from ggml_engine.cli.models import models
 from ggml_engine.cli.pull import pull
 from ggml_engine.cli.run import run
@@ -43,7 +44,7 @@ def cli() -> None:
     """Run GGUF language models in a Python process."""
 
 
-for _command in (run, batch, pull, devices, models, check):
+for _command in (run, batch, embed, pull, devices, models, check):
     cli.add_command(_command)
 
 

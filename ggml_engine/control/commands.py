@@ -14,11 +14,13 @@ from ggml_engine.control.future import EngineFuture
 from ggml_engine.control.generation import GenerationState, without_frames
 from ggml_engine.control.session_state import SessionState
 from ggml_engine.control.text import TokenSampler
-from ggml_engine.errors import ClosedError, EngineError
+from ggml_engine.errors import AbortedError, ClosedError, EngineError
+from ggml_engine.executor.protocol import Executor
 
 log = logging.getLogger("ggml_engine.control")
 
 Handle = TypeVar("Handle")
+Result = TypeVar("Result")
 MakeHandle = Callable[[SessionState], Handle]
 
 
@@ -157,6 +159,36 @@ class CountCellsCommand:
     def refuse(self, core: Core) -> None:  # noqa: ARG002  # see Command
         """See Command: nobody holds cells of a runner that has stopped."""
         self._future.settle(0)
+
+
+class ComputeCommand(Generic[Result]):
+    """Let a function compute with the executor, between two forwards."""
+
+    session = None
+    is_close = False
+
+    def __init__(self, future: EngineFuture[Result], function: Callable[[Executor], Result]) -> None:
+        self._future = future
+        self._function: Callable[[Executor], Result] | None = function
+
+    def run(self, core: Core) -> None:
+        """See the class."""
+        function, self._function = self._function, None
+        if function is None or not self._future.set_running_or_notify_cancel():
+            return
+        try:
+            result = core.scheduler.compute_apart(function)
+        except AbortedError:  # only a runner that stops does that between forwards
+            self.refuse(core)
+        except Exception as error:
+            self._future.refuse(without_frames(error))
+        else:
+            self._future.settle(result)
+
+    def refuse(self, core: Core) -> None:  # noqa: ARG002  # see Command
+        """See Command."""
+        self._function = None
+        self._future.refuse(ClosedError("the runner has stopped"))
 
 
 class CloseCommand:

@@ -11,8 +11,9 @@ import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import TracebackType
+from typing import TypeVar
 
-from ggml_engine.control.commands import CountCellsCommand, OpenCommand
+from ggml_engine.control.commands import ComputeCommand, CountCellsCommand, OpenCommand
 from ggml_engine.control.core import Core
 from ggml_engine.control.deadline import Deadline
 from ggml_engine.control.future import EngineFuture
@@ -26,6 +27,8 @@ from ggml_engine.errors import SavedStateError, WouldBlockError
 from ggml_engine.executor.protocol import Executor
 
 SHUTDOWN_S = 5.0
+
+Result = TypeVar("Result")
 
 
 class Runner:
@@ -106,6 +109,16 @@ class Runner:
         """A future of how many cells these sessions of this runner hold; one that several share counts once."""
         future: EngineFuture[int] = EngineFuture(self._core.is_engine_thread)
         self._core.submit(CountCellsCommand(future, [session._state for session in sessions]))
+        return future
+
+    def compute_async(self, function: Callable[[Executor], Result]) -> EngineFuture[Result]:
+        """A future of what `function` makes of the executor: called on the engine's thread, between two forwards.
+
+        Others wait while it computes: one forward is a good measure. It touches no sequence but those that it opens,
+        and closes them. Where it raises PoolFullError, snapshots go, and it is called again.
+        """
+        future: EngineFuture[Result] = EngineFuture(self._core.is_engine_thread)
+        self._core.submit(ComputeCommand(future, function))
         return future
 
     @property

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,8 @@ from ggml_engine.executor.prepared import PreparedInput
 from ggml_engine.executor.protocol import Executor
 
 log = logging.getLogger("ggml_engine.control")
+
+T = TypeVar("T")
 
 
 class Scheduler(ImageTable):
@@ -246,6 +249,23 @@ class Scheduler(ImageTable):
         with self._abort_lock, suppress(Exception):
             self._is_over = True
             self.executor.clear_abort()
+
+    # ---- between steps
+
+    def compute_apart(self, function: Callable[[Executor], T]) -> T:
+        """What `function` makes of the executor, which is its own meanwhile; sequences that it opens stay its own.
+
+        Where it finds too few cells (PoolFullError), snapshots go, and it is called again.
+        """
+        with self._abort_lock:
+            if not self._aborts_all:
+                self.executor.clear_abort()  # of a generation whose forward had ended
+        while True:
+            try:
+                return function(self.executor)
+            except PoolFullError:
+                if not self._evict_snapshot():
+                    raise
 
     # ---- a step
 

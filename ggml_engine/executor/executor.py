@@ -1,4 +1,4 @@
-"""`GgmlExecutor`: turns a batch into logits.
+"""`GgmlExecutor`: turns a batch into logits, or into hidden states.
 
 Owns the cell cache, the graphs and the order of a step: declare, move, place, grow, fill, compute, commit. Everything
 that touches ggml runs on the caller's thread; callers on several threads take turns. Knows no sampling and no text.
@@ -351,7 +351,15 @@ class GgmlExecutor(Executor):
         with self._turn_of_caller():
             return self._forward(batch)
 
-    def _forward(self, batch: Batch) -> npt.NDArray[np.float32]:
+    def forward_hidden(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """As `forward`, with what the output weight would be multiplied with in place of logits: f32 [outputs, n_embd].
+
+        The last layer's result after the final norm.
+        """
+        with self._turn_of_caller():
+            return self._forward(batch, gives_hidden=True)
+
+    def _forward(self, batch: Batch, *, gives_hidden: bool = False) -> npt.NDArray[np.float32]:
         self._check(batch)
         step = self.cache.declare(batch.sequences)
         self._check_positions(step.positions)
@@ -360,17 +368,18 @@ class GgmlExecutor(Executor):
             self._compaction.before(step)
         placement = step.place(positions)
         self._make_room(placement.extent)
-        ready = self.graphs.get(GraphKey.of(batch, placement, self._row_tile))
+        ready = self.graphs.get(GraphKey.of(batch, placement, self._row_tile, gives_hidden=gives_hidden))
         ready.inputs.fill(batch, placement)
         ready.graph.compute()
-        logits = self._read(ready, batch.n_outputs)
+        width = self.model.hp.n_embd if gives_hidden else self.model.hp.n_vocab
+        result = self._read(ready, batch.n_outputs, width)
         placement.commit()
         self.n_forwarded += batch.n_tokens
         self.n_rows_read += sum(placement.rows_read)
         self.n_cells_peak = max(self.n_cells_peak, self.cache.used_cells)
         if self.options.compact:
             self._compaction.note(placement)
-        return logits
+        return result
 
     def _make_room(self, extent: int) -> None:
         if self.cache.pool.must_grow(extent):
@@ -393,16 +402,16 @@ class GgmlExecutor(Executor):
         if limit and (needed := int(positions.max()) + 1) > limit:
             raise ContextLengthError(needed, limit, f"a sequence of this {self.model.hp.architecture} model")
 
-    def _read(self, ready: ReadyGraph, n_outputs: int) -> npt.NDArray[np.float32]:
-        logits = np.empty((n_outputs, self.model.hp.n_vocab), np.float32)
-        if ready.logits is not None:
+    def _read(self, ready: ReadyGraph, n_outputs: int, width: int) -> npt.NDArray[np.float32]:
+        rows = np.empty((n_outputs, width), np.float32)
+        if ready.result is not None:
             # the first rows; padding comes last
-            view = ready.logits_view
-            if view is None or logits.nbytes > _MAX_LOCKED_BYTES:
-                get_data(self.model.libraries, ready.logits, logits)
+            view = ready.result_view
+            if view is None or rows.nbytes > _MAX_LOCKED_BYTES:
+                get_data(self.model.libraries, ready.result, rows)
             else:
-                logits.data.cast("B")[:] = view[: logits.nbytes]
-        return logits
+                rows.data.cast("B")[:] = view[: rows.nbytes]
+        return rows
 
     def _build(self, key: GraphKey) -> ReadyGraph:
         hp = self.model.hp
@@ -430,15 +439,16 @@ class GgmlExecutor(Executor):
                 self.form,
                 inputs.prepared,
                 rows_apart=self.options.deterministic,
+                ends_at_norm=key.gives_hidden,
             )
-            logits = self.model.architecture.graph(g)
-            if logits is not None:
-                b.output(logits, "result_logits")
+            result = self.model.architecture.graph(g)
+            if result is not None:
+                b.output(result, "result_hidden" if key.gives_hidden else "result_logits")
             name = f"{hp.architecture} graph of {key.n_tokens} tokens over rows {key.reads}"
             graph = Graph(b, self.model.backends, name, self._abort)
             # asked once for a graph: each native call gives Python's lock away
-            view = None if logits is None else host_view(self.model.libraries, logits)
-            return ReadyGraph(graph, inputs, logits, view)
+            view = None if result is None else host_view(self.model.libraries, result)
+            return ReadyGraph(graph, inputs, result, view)
         except BaseException:
             b.free()
             raise

@@ -17,15 +17,15 @@ from ggml_engine.ggml.ops import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ReadyGraph:
-    """A graph with its inputs and its result (None where no logits are wanted).
+    """A graph with its inputs and its result: logits or hidden states, None where no token wants any.
 
-    `logits_view` are the result's bytes, as long as the graph is there; None where they lie on a device.
+    `result_view` are the result's bytes, as long as the graph is there; None where they lie on a device.
     """
 
     graph: Graph
     inputs: GraphInputs
-    logits: Tensor | None
-    logits_view: memoryview | None
+    result: Tensor | None
+    result_view: memoryview | None
 
 
 class GraphCache:

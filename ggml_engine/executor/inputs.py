@@ -45,17 +45,20 @@ class GraphKey:
     selects_outputs: bool  # whether the outputs are not just all tokens in their order
     reads: tuple[Spans, ...]  # per window
     n_prepared: int = 0  # rows that are not looked up, padding included
+    gives_hidden: bool = False  # in place of logits
 
     @classmethod
-    def of(cls, batch: Batch, placement: Placement, row_tile: int = 1) -> GraphKey:
-        """The key of a step."""
+    def of(cls, batch: Batch, placement: Placement, row_tile: int = 1, *, gives_hidden: bool = False) -> GraphKey:
+        """The key of a step; one without outputs has the same, whatever it would give."""
         reads = tuple(tuple(read.spans) for read in placement.reads)
         n_outputs = batch.n_outputs
         n_tokens = _padded(batch.n_tokens, row_tile)
         n_prepared = 0
         if batch.prepared:
             n_prepared = _padded(_prepared_rows(batch, n_tokens).size, row_tile)
-        return cls(n_tokens, _padded(n_outputs, row_tile), 0 < n_outputs < batch.n_tokens, reads, n_prepared)
+        selects = 0 < n_outputs < batch.n_tokens
+        gives_hidden = gives_hidden and n_outputs > 0
+        return cls(n_tokens, _padded(n_outputs, row_tile), selects, reads, n_prepared, gives_hidden)
 
 
 def _padded(n: int, tile: int) -> int:

@@ -235,7 +235,12 @@ class LlamaExecutor(Executor):
         with self._turn_of_caller():
             return self._forward(batch)
 
-    def _forward(self, batch: Batch) -> npt.NDArray[np.float32]:
+    def forward_hidden(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """As `forward`, with libllama's embeddings of the tokens in place of logits: f32 [outputs, n_embd_out]."""
+        with self._turn_of_caller():
+            return self._forward(batch, gives_hidden=True)
+
+    def _forward(self, batch: Batch, *, gives_hidden: bool = False) -> npt.NDArray[np.float32]:
         self._check(batch)
         if self._abort.is_set:
             raise AbortedError(f"a step of {batch.n_tokens} tokens was told to stop before it began")
@@ -247,12 +252,12 @@ class LlamaExecutor(Executor):
         positions = step.positions if batch.positions is None else batch.positions
         self._check_positions(positions)
         placement = step.place(positions)
-        logits = self._compute(batch, placement, lengths)
+        result = self._compute(batch, placement, lengths, gives_hidden=gives_hidden)
         self._memory.keep(lengths.items())
         placement.commit()
         self.n_forwarded += batch.n_tokens
         self.n_cells_peak = max(self.n_cells_peak, self._cells.used_cells)
-        return logits
+        return result
 
     def _check(self, batch: Batch) -> None:
         if not 0 < batch.n_tokens <= self.options.max_batch_tokens:
@@ -270,7 +275,9 @@ class LlamaExecutor(Executor):
         if limit and (needed := int(positions.max()) + 1) > limit:
             raise ContextLengthError(needed, limit, f"a sequence of this {self.model.architecture} model")
 
-    def _compute(self, batch: Batch, placement: Placement, lengths: dict[int, int]) -> npt.NDArray[np.float32]:
+    def _compute(
+        self, batch: Batch, placement: Placement, lengths: dict[int, int], *, gives_hidden: bool
+    ) -> npt.NDArray[np.float32]:
         """Decode in runs: what libllama takes at once is tokens alone, or embeddings alone."""
         slots = self._memory.slots(batch.sequences)
         found = []
@@ -278,7 +285,12 @@ class LlamaExecutor(Executor):
             part = slice(begin, end)
             try:
                 is_done = self._context.decode(
-                    batch.tokens[part], rows, placement.positions[part], slots[part], batch.wants_logits[part]
+                    batch.tokens[part],
+                    rows,
+                    placement.positions[part],
+                    slots[part],
+                    batch.wants_logits[part],
+                    gives_hidden=gives_hidden,
                 )
             except InputError:
                 self._take_back(lengths)
@@ -286,7 +298,7 @@ class LlamaExecutor(Executor):
             if not is_done:
                 self._take_back(lengths)
                 raise PoolFullError(batch.n_tokens, self.free_cells, self.capacity)
-            found.append(self._context.logits())
+            found.append(self._context.hidden()[batch.wants_logits[part]] if gives_hidden else self._context.logits())
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def _take_back(self, lengths: dict[int, int]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ggml_engine.errors import InputError
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.image import ImageReader, ImageWriter, KvImage
 from ggml_engine.executor.prepared import PreparedInput
@@ -132,6 +133,13 @@ class Executor(ABC):
         Raises PoolFullError and other refusals with nothing changed; AbortedError after `abort`, and any other error
         of the computation, with the step's cells claimed until its sequences are rewound or closed.
         """
+
+    def forward_hidden(self, batch: Batch) -> npt.NDArray[np.float32]:  # noqa: ARG002  # the default refuses
+        """As `forward`, with the normed hidden states in place of logits: f32 [outputs, width], what embeddings are of.
+
+        Raises InputError where they cannot be had, with nothing changed.
+        """
+        raise InputError(f"{type(self).__name__} gives no hidden states")
 
     def abort(self) -> None:  # noqa: B027  # the default is to do nothing
         """Let the running forward end soon with AbortedError. Does nothing where that is not possible.

@@ -403,6 +403,7 @@ size_t llama_max_parallel_sequences(void);
 struct llama_model * llama_model_load_from_splits(const char ** paths, size_t n_paths, struct llama_model_params params);
 int32_t llama_model_n_ctx_train(const struct llama_model * model);
 int32_t llama_model_n_embd_inp(const struct llama_model * model);
+int32_t llama_model_n_embd_out(const struct llama_model * model);
 int32_t llama_model_n_layer(const struct llama_model * model);
 int32_t llama_model_n_swa(const struct llama_model * model);
 enum llama_rope_type llama_model_rope_type(const struct llama_model * model);
@@ -415,7 +416,9 @@ struct llama_context * llama_init_from_model(struct llama_model * model, struct 
 void llama_free(struct llama_context * ctx);
 uint32_t llama_n_ctx(const struct llama_context * ctx);
 int32_t llama_decode(struct llama_context * ctx, struct llama_batch batch);
+void llama_set_embeddings(struct llama_context * ctx, bool embeddings);
 float * llama_get_logits(struct llama_context * ctx);
+float * llama_get_embeddings(struct llama_context * ctx);
 
 llama_memory_t llama_get_memory(const struct llama_context * ctx);
 bool llama_memory_seq_rm(llama_memory_t mem, llama_seq_id seq_id, llama_pos p0, llama_pos p1);

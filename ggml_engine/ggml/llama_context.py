@@ -29,13 +29,17 @@ __all__ = ["MAX_SLOTS", "LlamaContext", "LlamaContextOptions"]
 
 MAX_SLOTS: Final = 256  # LLAMA_MAX_SEQ
 _CTX_PADDING: Final = 256
+_NO_POOLING: Final = 0  # enum llama_pooling_type
 _FLASH: Final = {"auto": -1, "matmul": 0, "flash": 1}  # enum llama_flash_attn_type
 _DECODED, _NO_CELLS, _ABORTED, _INVALID, _NO_MEMORY = 0, 1, 2, -1, -2
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaContextOptions:
-    """`n_cells` at least that many cells, `n_batch` tokens of one forward, `n_slots` sequences (1 to 256)."""
+    """`n_cells` at least that many cells, `n_batch` tokens of one forward, `n_slots` sequences (1 to 256).
+
+    `reads_whole_texts` is for models without a memory (encoders), and for these alone.
+    """
 
     n_cells: int
     n_batch: int
@@ -44,12 +48,14 @@ class LlamaContextOptions:
     attention: Literal["auto", "flash", "matmul"]
     k_type: TensorType
     v_type: TensorType
+    reads_whole_texts: bool = False
 
 
 class LlamaContext:
     """One buffer of cells for all slots (unified), full-size windows, and one forward at a time.
 
-    Raises AllocationError when libllama makes none, UnsupportedArchitectureError for a model without a memory.
+    Raises AllocationError when libllama makes none, UnsupportedArchitectureError for a model without a memory, or with
+    one where the options say that it has none.
     """
 
     def __init__(self, model: LlamaModel, options: LlamaContextOptions, abort: AbortFlag) -> None:
@@ -66,6 +72,8 @@ class LlamaContext:
         params.type_k, params.type_v = int(options.k_type), int(options.v_type)
         params.offload_kqv = params.op_offload = model.device_kind != "cpu"
         params.swa_full = params.kv_unified = True
+        if f"{model.architecture}.pooling_type" in model.file.metadata:
+            params.pooling_type = _NO_POOLING  # hidden states are those of tokens, whatever the file says
         if model.keeps_positions:  # a state that is written over cannot be had back
             params.abort_callback, params.abort_callback_data = abort.callback, abort.data
         with captured_log() as said, running_graph(f"libllama's context for {model.file.path}"):
@@ -77,7 +85,13 @@ class LlamaContext:
                 f"{said.reason or 'it gives no reason'}"
             )
         self._memory = llama.llama_get_memory(self._ptr)
-        if self._memory == ffi.NULL:
+        has_memory = self._memory != ffi.NULL
+        if has_memory and options.reads_whole_texts:
+            self.free()
+            raise UnsupportedArchitectureError(
+                f"{model.file.path} holds a {model.architecture!r} model, which has a memory and reads no whole texts"
+            )
+        if not has_memory and not options.reads_whole_texts:
             self.free()
             raise UnsupportedArchitectureError(
                 f"{model.file.path} holds a {model.architecture!r} model, which reads whole texts at once (an encoder "
@@ -97,15 +111,18 @@ class LlamaContext:
         positions: npt.NDArray[np.int32],
         slots: npt.NDArray[np.int32],
         wants_logits: npt.NDArray[np.bool_],
+        *,
+        gives_hidden: bool = False,
     ) -> bool:
         """Compute `tokens` i32 [n], or `rows` f32 [n, n_embd] in their place; the rest is [n].
 
+        With `gives_hidden` there are hidden states as well, those of all tokens.
         False when there are not enough cells, with nothing changed. Raises AbortedError, AllocationError and
         ComputeError, after which a part may be in the memory, and InputError, with nothing changed.
         """
         n = positions.size
         self._slots[:n] = slots
-        outputs = np.ascontiguousarray(wants_logits, np.int8)
+        outputs = np.ones(n, np.int8) if gives_hidden else np.ascontiguousarray(wants_logits, np.int8)
         self._n_outputs = int(np.count_nonzero(outputs))
         if rows is not None and self._model.n_position_dims > 1:
             n_same = self._model.n_position_dims - 1  # of text; the last dimension is that of images
@@ -124,6 +141,7 @@ class LlamaContext:
             kept.append(np.ascontiguousarray(rows, np.float32))
             batch.embd = _pointer("float *", kept[-1])
         with captured_log() as said, running_graph(f"{self._model.architecture} in libllama, {n} tokens"):
+            self._llama.llama_set_embeddings(self._open, gives_hidden)
             status = self._llama.llama_decode(self._open, batch[0])
         if status in (_DECODED, _NO_CELLS):
             return bool(status == _DECODED)
@@ -134,14 +152,21 @@ class LlamaContext:
 
     def logits(self) -> npt.NDArray[np.float32]:
         """A copy of the rows that the last `decode` was asked for, f32 [outputs, n_vocab] in batch order."""
-        n, n_vocab = self._n_outputs, self._model.n_vocab
+        return self._rows(self._llama.llama_get_logits, self._model.n_vocab, "logits")
+
+    def hidden(self) -> npt.NDArray[np.float32]:
+        """A copy of the hidden states of the last `decode`, which was told to give them: f32 [n, n_embd_out]."""
+        return self._rows(self._llama.llama_get_embeddings, self._model.n_embd_out, "hidden states")
+
+    def _rows(self, read: Any, width: int, what: str) -> npt.NDArray[np.float32]:
+        n = self._n_outputs
         if not n:
-            return np.empty((0, n_vocab), np.float32)
-        found = self._llama.llama_get_logits(self._open)
+            return np.empty((0, width), np.float32)
+        found = read(self._open)
         if found == ffi.NULL:
-            raise ComputeError(f"libllama has no logits, {n} rows were asked for")
-        taken = np.frombuffer(ffi.buffer(found, 4 * n * n_vocab), np.float32)
-        return taken.reshape(n, n_vocab).copy()
+            raise ComputeError(f"libllama has no {what}, {n} rows were asked for")
+        taken = np.frombuffer(ffi.buffer(found, 4 * n * width), np.float32)
+        return taken.reshape(n, width).copy()
 
     # ---- the memory
 

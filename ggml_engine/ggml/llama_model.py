@@ -10,17 +10,28 @@ import os
 from collections.abc import Callable
 from typing import Any, Final
 
-from ggml_engine.errors import CancelledError, ModelError, UnsupportedArchitectureError
+import numpy as np
+import numpy.typing as npt
+
+from ggml_engine.errors import (
+    CancelledError,
+    InputError,
+    ModelError,
+    NativeError,
+    UnsupportedArchitectureError,
+    VocabularyError,
+)
 from ggml_engine.ggml.backends import choose_device
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.library import Libraries, captured_log, ffi, load, running_graph
-from ggml_engine.ggml.llama_architectures import LLAMA_ARCHITECTURES
+from ggml_engine.ggml.llama_architectures import LLAMA_ARCHITECTURES, Kind
 from ggml_engine.ggml.llama_checks import check_for_libllama
 from ggml_engine.ggml.llama_rehearsal import rehearse
 
 __all__ = ["LlamaModel"]
 
 _LOAD_COPIED, _LOAD_MAPPED = 0, 1  # enum llama_load_mode: LLAMA_LOAD_MODE_NONE and LLAMA_LOAD_MODE_MMAP
+_MAX_TEXT_BYTES: Final = 1 << 20
 # What these keep of a sequence is compressed on the way, although libllama does not call them recurrent.
 _COMPRESSED: Final = frozenset({"deepseek4"})
 
@@ -45,6 +56,7 @@ class LlamaModel:
         self.n_vocab = int(llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(ptr)))
         self.n_ctx_train = int(llama.llama_model_n_ctx_train(ptr))
         self.n_embd = int(llama.llama_model_n_embd_inp(ptr))
+        self.n_embd_out = int(llama.llama_model_n_embd_out(ptr))  # of a hidden state after the last layer
         table = file.tensors.get("position_embd.weight")
         self.max_positions = 0 if table is None else table.shape[-1]
         self.window = max(0, int(llama.llama_model_n_swa(ptr)))
@@ -63,17 +75,22 @@ class LlamaModel:
         gpu_layers: int | None = None,
         mmap: bool = True,
         rehearsed: bool = True,
+        encodes: bool = False,
         progress: Callable[[int, int], object] | None = None,
         cancel: Callable[[], bool] | None = None,
     ) -> LlamaModel:
         """Let libllama load an open file; options as in `load_model`. `rehearsed` tries it in a child process first.
 
         Raises ModelError and its kinds, with libllama's reason where it gives one, DeviceError and CancelledError;
-        UnsupportedArchitectureError for what is no decoder (`LLAMA_ARCHITECTURES`), which generates nothing.
+        UnsupportedArchitectureError for what is no decoder (`LLAMA_ARCHITECTURES`), which generates nothing, or with
+        `encodes` for what is no encoder.
         """
         check_for_libllama(file)
         kind = LLAMA_ARCHITECTURES.get(str(file.metadata.get("general.architecture")))
-        if kind is not None and not kind.is_decoder:
+        if encodes and kind is not Kind.ENCODER:
+            name = file.metadata.get("general.architecture")
+            raise UnsupportedArchitectureError(f"{file.path} holds a {name!r} model, which is no encoder")
+        if not encodes and kind is not None and not kind.is_decoder:
             name = file.metadata.get("general.architecture")
             raise UnsupportedArchitectureError(
                 f"{file.path} holds a {name!r} model ({kind.value}): only decoders generate text here"
@@ -113,6 +130,31 @@ class LlamaModel:
                 f"{file.path} holds a {name!r} model, which has an encoder: only decoders generate text here"
             )
         return cls(libraries, file, ptr, chosen.kind)
+
+    def tokenize(self, text: str) -> npt.NDArray[np.int32]:
+        """The tokens of a text by libllama's own tokenizer, i32 [n], with those that the file puts around it.
+
+        Text that spells a control token stays text. Raises InputError for a text that is no UTF-8 or over 1 MiB, and
+        VocabularyError for a model without a tokenizer.
+        """
+        llama = self.libraries.llama
+        vocab = llama.llama_model_get_vocab(self.ptr)
+        if llama.llama_vocab_type(vocab) == llama.LLAMA_VOCAB_TYPE_NONE:
+            raise VocabularyError(f"{self.file.path} has no tokenizer: give token ids")
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"a text is no UTF-8: {error}") from None
+        if len(data) > _MAX_TEXT_BYTES:
+            raise InputError(f"a text of {len(data)} bytes, at most {_MAX_TEXT_BYTES} are tokenised")
+        found = np.empty(len(data) + 8, np.int32)
+        for _ in range(2):
+            room = ffi.from_buffer("llama_token[]", found)
+            n = llama.llama_tokenize(vocab, data, len(data), room, found.size, True, False)
+            if n >= 0:
+                return found[:n]
+            found = np.empty(-n, np.int32)
+        raise NativeError(f"llama_tokenize refused a text of {len(data)} bytes ({n})")
 
     @property
     def ptr(self) -> Any:

@@ -1,4 +1,4 @@
-"""A rehearsal in a child process: libllama reads a file's metadata and plans its graphs, without the weights' memory.
+"""A rehearsal in a child process: libllama reads a file's metadata, plans its graphs and tokenises, without weights.
 
 libllama ends the process on metadata that contradict each other, in ways that differ by architecture. What ends here is
 the child. Takes about half a second, whatever the size of the model.
@@ -19,6 +19,7 @@ __all__ = ["rehearse"]
 
 _TIMEOUT_S: Final = 120.0
 _N_CTX: Final = 512
+_TEXT, _N_TOKENS = b"a text", 64
 _SURVIVED: Final = 0
 # Without the working directory, which Python puts first for code of this form: files there are not ours.
 _CHILD: Final = f"""\
@@ -72,4 +73,8 @@ def load_without_weights(paths: list[str]) -> None:
         if context != ffi.NULL:
             llama.llama_free(context)
     if model != ffi.NULL:
+        vocab = llama.llama_model_get_vocab(model)
+        if llama.llama_vocab_type(vocab) != llama.LLAMA_VOCAB_TYPE_NONE:
+            found = ffi.new("llama_token[]", _N_TOKENS)
+            llama.llama_tokenize(vocab, _TEXT, len(_TEXT), found, _N_TOKENS, True, False)
         llama.llama_model_free(model)

@@ -46,6 +46,7 @@ class ModelGraph:
     form: AttentionForm
     prepared: PreparedRows | None = None
     rows_apart: bool = False  # a token's bits must not depend on what the others are
+    ends_at_norm: bool = False  # the result is what the output weight would be multiplied with
 
     def weight(self, name: str) -> Tensor:
         """A required tensor; `name` without ".weight"."""
@@ -311,8 +312,14 @@ class ModelGraph:
         return [self.only_outputs(x) for x in xs] if il == self.hp.n_layer - 1 else list(xs)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Final norm, output weight, scale and cap, where there are any: f32 [n_vocab, outputs]."""
-        y = self.linear(self.norm(x, "output_norm"), "output")
+        """Final norm, output weight, scale and cap, where there are any: f32 [n_vocab, outputs].
+
+        Of a graph that `ends_at_norm` the normed x alone: f32 [n_embd, outputs].
+        """
+        normed = self.norm(x, "output_norm")
+        if self.ends_at_norm:
+            return normed
+        y = self.linear(normed, "output")
         if self.hp.logit_scale != 1.0:
             y = self.b.scale(y, self.hp.logit_scale, "result_scaled")
         return self.softcap(y, self.hp.logit_softcap) if self.hp.logit_softcap else y

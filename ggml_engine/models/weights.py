@@ -244,6 +244,8 @@ def load_weights(
     placer = _Placer(libraries, device, n_layer, gpu_layers, repack=repack)
     found = [(spec, info) for spec in specs if (info := _find(file, spec)) is not None]
     used = {info.name for _, info in found}
+    # what NVFP4 files have beside a weight for kernels over FP4 activations, which no backend here has
+    used |= {f"{name.removesuffix('.weight')}.input_scale" for name in used if name.endswith(".weight")}
     for name in file.tensors:
         # layers beyond are those that predict further tokens, which no graph here has
         if name not in used and ((layer := layer_of(name)) is None or layer < n_layer):

@@ -25,7 +25,6 @@ from ggml_engine.errors import (
     SequenceLimitError,
     SessionError,
     UnsupportedArchitectureError,
-    VocabularyError,
 )
 from ggml_engine.executor.executor import GgmlExecutor
 from ggml_engine.executor.llama import LlamaExecutor
@@ -89,7 +88,7 @@ def test_what_the_engines_cannot_do_is_refused_with_what_can(tmp_path: Path) -> 
         load(path, gpu_layers=-1)
     with pytest.raises(OptionError, match="ctx"):
         load(path, ctx=0)
-    with pytest.raises(VocabularyError, match="tokenizer 'bert'"):
+    with pytest.raises(UnsupportedArchitectureError, match=r"'bert' model, an encoder.*Encoder.load"):
         load(model_file("bert"), engine="auto")
 
 

@@ -196,9 +196,9 @@ def test_a_recurrent_state_is_not_written_over_by_half(monkeypatch: pytest.Monke
         feed(executor, sequence, TOKENS[0][:5])
         decode = executor._context.decode
 
-        def aborted_meanwhile(*arguments: Any) -> bool:
+        def aborted_meanwhile(*arguments: Any, **options: Any) -> bool:
             executor.abort()
-            return decode(*arguments)
+            return decode(*arguments, **options)
 
         monkeypatch.setattr(executor._context, "decode", aborted_meanwhile)
         feed(executor, sequence, TOKENS[0][5:9])
@@ -218,7 +218,7 @@ def test_a_step_that_libllama_has_no_cells_for_changes_nothing(name: str, monkey
         first, second = executor.open(), executor.open()
         feed(executor, first, TOKENS[0][:5])
         step = batch_of([(first, TOKENS[0][5:8]), (second, TOKENS[1][:4])])
-        for outcome, kind in [(lambda *_: False, PoolFullError), (_raising(InputError("no")), InputError)]:
+        for outcome, kind in [(lambda *_, **__: False, PoolFullError), (_raising(InputError("no")), InputError)]:
             monkeypatch.setattr(executor._context, "decode", outcome)
             with pytest.raises(kind):
                 executor.forward(step)
@@ -230,7 +230,7 @@ def test_a_step_that_libllama_has_no_cells_for_changes_nothing(name: str, monkey
 
 
 def _raising(error: Exception) -> Any:
-    def decode(*_arguments: Any) -> bool:
+    def decode(*_arguments: Any, **_options: Any) -> bool:
         raise error
 
     return decode
@@ -247,8 +247,8 @@ def test_a_step_that_failed_after_a_part_is_undone_or_its_sequence_is_lost(
         feed(executor, other, TOKENS[1][:5])
         decode = executor._context.decode
 
-        def fails_late(*arguments: Any) -> bool:
-            decode(*arguments)
+        def fails_late(*arguments: Any, **options: Any) -> bool:
+            decode(*arguments, **options)
             raise ComputeError("it broke")
 
         monkeypatch.setattr(executor._context, "decode", fails_late)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from graphs import NUMPY_TYPES, Bench, random
+from quantised import DRAWN, blocks_of
 
 from ggml_engine.errors import AllocationError
 from ggml_engine.ggml import backends, library
@@ -60,47 +61,6 @@ def test_a_row_of_part_of_a_block_is_refused(name: str) -> None:
             kind.row_bytes(kind.block_size + 1)
 
 
-def quantised(values: npt.NDArray[np.float32], kind: TensorType) -> npt.NDArray[np.uint8]:
-    """By ggml's own quantiser, with an importance of one everywhere."""
-    base = library.load().base
-    rows, columns = values.shape
-    raw = np.zeros(kind.tensor_bytes((columns, rows)), np.uint8)
-    importance = np.ones(columns, np.float32)
-    written = base.ggml_quantize_chunk(
-        int(kind), ffi.from_buffer("float[]", values), ffi.from_buffer(raw, require_writable=True), 0, rows, columns,
-        ffi.from_buffer("float[]", importance),
-    )  # fmt: skip
-    assert written == raw.nbytes
-    return raw
-
-
-# ggml's quantisers of these build search tables for 20 seconds; every bit pattern of theirs is valid but for the scales
-DRAWN = {"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M"}
-
-
-def drawn(rows: int, columns: int, kind: TensorType) -> npt.NDArray[np.uint8]:
-    """Random blocks whose values are about one."""
-    seed = [rows, columns, int(kind)]
-    n_blocks = rows * columns // kind.block_size
-    blocks = np.random.default_rng(seed).integers(0, 256, (n_blocks, kind.block_bytes), np.uint8)
-    if kind == TensorType.IQ1_M:
-        # the f16 scale lies in the top nibbles of the last four words: 0x3000 is 0.125
-        blocks[:, -7::2] &= 0x0F
-        blocks[:, -1] |= 0x30
-    else:
-        scale = np.float16(0.125 if kind == TensorType.IQ1_S else 0.02)
-        blocks[:, :2] = np.frombuffer(scale.tobytes(), np.uint8)
-    return blocks.ravel()
-
-
-def bytes_of(values: npt.NDArray[np.float32], kind: TensorType) -> npt.NDArray[np.uint8]:
-    if kind == TensorType.F32:
-        return values.view(np.uint8).ravel()
-    if kind.name in DRAWN:
-        return drawn(*values.shape, kind)
-    return quantised(values, kind)
-
-
 def meaning(raw: npt.NDArray[np.uint8], kind: TensorType) -> npt.NDArray[np.float32]:
     """By gguf-py where it can; else by ggml's get_rows."""
     if kind.name in NO_NUMPY_FORM:
@@ -125,7 +85,7 @@ def nmse(found: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> f
 @pytest.mark.parametrize("name", sorted(kind.name for kind in MATMUL_TYPES))
 def test_a_weight_of_every_allowed_type_multiplies(name: str, n_columns: int) -> None:
     kind = BY_NAME[name]
-    raw, b = bytes_of(random(N_ROWS, ROW), kind), random(n_columns, ROW, seed=1)
+    raw, b = blocks_of(random(N_ROWS, ROW), kind), random(n_columns, ROW, seed=1)
     bench = Bench(n_threads=2)
     weight = bench.raw_input(raw, kind, ROW, N_ROWS)
     found = bench.run(bench.builder.mul_mat(weight, bench.input(b))).reshape(n_columns, N_ROWS)
@@ -139,7 +99,7 @@ def test_a_weight_of_every_allowed_type_multiplies(name: str, n_columns: int) ->
 def test_products_apart_do_not_depend_on_what_other_tokens_chose(name: str) -> None:
     """For docs/determinism.md: an expert that many tokens chose gives each what it gives one alone."""
     kind, n_expert, n_rows, n_tokens = BY_NAME[name], 3, 32, 40
-    raw = bytes_of(random(n_expert * n_rows, ROW), kind)
+    raw = blocks_of(random(n_expert * n_rows, ROW), kind)
     x, preference = random(n_tokens, 1, ROW, seed=1), random(n_tokens, n_expert, seed=2)
 
     def product(tokens: slice, *, apart: bool, n_threads: int = 1) -> npt.NDArray[np.float32]:
@@ -161,10 +121,10 @@ def test_products_apart_do_not_depend_on_what_other_tokens_chose(name: str) -> N
 @pytest.mark.parametrize("name", sorted(kind.name for kind in MATMUL_TYPES))
 def test_rows_of_every_allowed_type_are_read_as_their_meaning(name: str) -> None:
     kind = BY_NAME[name]
-    raw = bytes_of(random(N_ROWS, ROW), kind)
+    raw = blocks_of(random(N_ROWS, ROW), kind)
     assert nmse(by_get_rows(raw, kind), meaning(raw, kind)) < 1e-10
     # ternary types of normal weights keep the outermost third only; a wrong row would give two
-    if name in DRAWN:
+    if kind in DRAWN:
         assert 0.3 < meaning(raw, kind).std() < 3
     else:
         assert nmse(meaning(raw, kind), random(N_ROWS, ROW)) < 0.8
@@ -174,7 +134,7 @@ def test_rows_of_every_allowed_type_are_read_as_their_meaning(name: str) -> None
 def test_keys_and_values_of_every_allowed_type_can_be_attended(name: str) -> None:
     kind = BY_NAME[name]
     size, rows, heads = 256, 7, 2
-    raw_k, raw_v = bytes_of(random(rows, size), kind), bytes_of(random(rows, size, seed=1), kind)
+    raw_k, raw_v = blocks_of(random(rows, size), kind), blocks_of(random(rows, size, seed=1), kind)
     q = random(heads, 3, size, seed=2)
     bench = Bench()
     k = bench.raw_input(raw_k, kind, size, rows, 1)
@@ -210,7 +170,7 @@ def test_the_repacked_weights_of_the_cpu_multiply_alike() -> None:
     n_tried = 0
     for kind in (TensorType.Q4_0, TensorType.Q8_0, TensorType.Q4_K):
         expected = b.astype(np.float64) @ gguf.quants.dequantize(
-            quantised(a, kind).reshape(32, -1), gguf.GGMLQuantizationType(int(kind))
+            blocks_of(a, kind).reshape(32, -1), gguf.GGMLQuantizationType(int(kind))
         ).T.astype(np.float64)
         for buffer_type in backends.extra_buffer_types(libraries, device):
             n_tried += multiplies_in(buffer_type, kind, a, b, expected)
@@ -236,7 +196,7 @@ def multiplies_in(
     product = builder.output(builder.mul_mat(weight, right), "product")
     supported = backends.supports_op(libraries, device, product)
     if supported:
-        backends.set_data(libraries, weight, quantised(a, kind))
+        backends.set_data(libraries, weight, blocks_of(a, kind))
         backend = backends.Backend(libraries, device, 1)
         graph = backends.Graph(builder, [backend], "repacked")
         backends.set_data(libraries, right, b)

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 
+from ggml_engine.control.embedding import Embedding
 from ggml_engine.executor import executor as executor_module
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
@@ -64,6 +65,14 @@ def feed(executor: Executor, sequence: int, tokens: Sequence[int], chunk: int = 
     """Append tokens in chunks: the logits of all of them, [tokens, n_vocab]."""
     pieces = [tokens[start : start + chunk] for start in range(0, len(tokens), chunk)]
     return np.concatenate([executor.forward(Batch.of_sequence(sequence, piece, logits="all")) for piece in pieces])
+
+
+def embedded(executor: Executor, texts: Sequence[Sequence[int]], pooling: Any, *, normalize: bool = False) -> Any:
+    """Embeddings of texts, computed at once."""
+    work = Embedding([np.array(text, np.int32) for text in texts], pooling, normalize=normalize)
+    while work.step(executor):
+        pass
+    return work.result()
 
 
 def batch_of(parts: Sequence[tuple[int, Sequence[int]]], order: Sequence[int] | None = None) -> Batch:

@@ -31,11 +31,13 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
+from quantised import blocks_of
 from random_tensors import random_tensor
 from tiny_models import BOS, EOS, UNK, VOCAB, tokens
 
+from ggml_engine.ggml.tensor_types import TensorType
+
 Array = npt.NDArray[np.float32]
-Type = gguf.GGMLQuantizationType
 
 # Scales of weights that only NVFP4 files have: libllama offers them beside every matrix.
 _SCALES = r"\.(input_scale|scale)$"
@@ -134,33 +136,12 @@ def _write(path: Path, model: SavedModel, tensors: Mapping[str, Array]) -> None:
     _add_metadata(writer, model)
     for name, values in tensors.items():
         kind = _storage(model, name, values)
-        if kind == Type.F32:
-            writer.add_tensor(name, values)
-        elif kind == Type.F16:
-            writer.add_tensor(name, values.astype(np.float16))
-        else:
-            writer.add_tensor(name, _quantised(values, kind), raw_dtype=kind)
+        gguf.GGML_QUANT_SIZES.setdefault(kind, (kind.block_size, kind.block_bytes))  # type: ignore[call-overload]
+        writer.add_tensor(name, blocks_of(values, kind), raw_dtype=kind)  # type: ignore[arg-type]  # its number counts
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _quantised(values: Array, kind: Type) -> npt.NDArray[np.uint8]:
-    """The bytes of a tensor, by gguf-py; by ggml for types that only it can write."""
-    with suppress(NotImplementedError):
-        return gguf.quants.quantize(values, kind)
-    base = ctypes.CDLL(str(_library("libggml-base")))
-    base.ggml_quantize_chunk.restype = ctypes.c_size_t
-    base.ggml_quantize_chunk.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
-    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    n_columns = values.shape[-1]
-    raw = np.zeros((*values.shape[:-1], n_columns // block * block_bytes), np.uint8)
-    written = base.ggml_quantize_chunk(
-        int(kind), values.ctypes.data, raw.ctypes.data, 0, values.size // n_columns, n_columns, None
-    )
-    assert written == raw.nbytes
-    return raw
 
 
 def _library(name: str) -> Path:
@@ -169,14 +150,14 @@ def _library(name: str) -> Path:
     return next((Path(llama.__file__).parent / "lib").glob(f"{name}.*"))
 
 
-def _storage(model: SavedModel, name: str, values: Array) -> Type:
+def _storage(model: SavedModel, name: str, values: Array) -> TensorType:
     if values.ndim < 2 or not name.endswith(".weight") or "norm" in name:
-        return Type.F32
+        return TensorType.F32
     for pattern, kind in model.types.items():
         if re.search(pattern, name):
-            found = Type[kind]
-            return found if values.shape[-1] % gguf.GGML_QUANT_SIZES[found][0] == 0 else Type.F32
-    return Type.F32
+            found = TensorType[kind]
+            return found if values.shape[-1] % found.block_size == 0 else TensorType.F32
+    return TensorType.F32
 
 
 def _kept(model: SavedModel, tensors: Mapping[str, Array]) -> dict[str, Array]:

@@ -26,6 +26,7 @@ HEAVY = ["numpy", "cffi", "_cffi_backend", "jinja2", "llama_cpp", "gguf", "huggi
         ["--help"],
         ["run", "--help"],
         ["batch", "--help"],
+        ["embed", "--help"],
         ["pull", "--help"],
         ["devices", "-h"],
         ["models", "-h"],
@@ -49,7 +50,7 @@ def test_help_names_the_commands_and_is_code_0(capsys) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("Usage: ggml-engine [OPTIONS] COMMAND")
-    assert all(f"\n  {name} " in out for name in ("run", "batch", "pull", "devices", "models", "check"))
+    assert all(f"\n  {name} " in out for name in ("run", "batch", "embed", "pull", "devices", "models", "check"))
 
 
 @pytest.mark.parametrize("args", [[], ["--nonsense"], ["pull"], ["devices", "x"], ["models", "x"]], ids=str)

@@ -25,6 +25,7 @@ NAMES = {
     "RetentionPolicy",
     "UnderPressure",
     "Conversation",
+    "Encoder",
     "Engine",
     "GGUFFile",
     "GenConfig",
