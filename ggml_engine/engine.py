@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from types import TracebackType
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from ggml_engine.control.conversation import Conversation
     from ggml_engine.control.generation import Generation
     from ggml_engine.control.options import RunnerOptions
-    from ggml_engine.control.runner import Runner
+    from ggml_engine.control.runner import Adapters, Runner
     from ggml_engine.control.session import Session
     from ggml_engine.executor.executor import GgmlExecutor
+    from ggml_engine.models.adapter import Adapter
     from ggml_engine.models.model import Model
     from ggml_engine.models.weights import Cancel, Progress
 
@@ -42,11 +43,14 @@ class Engine:
     one thread; its `cancel` may be called from any.
     """
 
-    def __init__(self, file: GGUFFile, vocabulary: Vocabulary, executor: GgmlExecutor) -> None:
+    def __init__(
+        self, file: GGUFFile, vocabulary: Vocabulary, executor: GgmlExecutor, adapters: Iterable[Adapter] = ()
+    ) -> None:
         self.file = file
         self.model: Model = executor.model
         self.vocabulary = vocabulary
         self.executor = executor
+        self._adapters = list(adapters)
         self._template: ChatTemplate | None = None
         self._runner: Runner | None = None
         self._lock = threading.RLock()
@@ -69,6 +73,7 @@ class Engine:
         attention: Literal["auto", "flash", "matmul"] = "auto",
         max_batch_tokens: int = 512,
         deterministic: bool = False,
+        adapters: Sequence[tuple[str | os.PathLike[str], float]] = (),
     ) -> Engine:
         """Load a GGUF model: `path` is a file or a known name ("smollm2", "gemma3-270m").
 
@@ -76,8 +81,10 @@ class Engine:
         half of the free memory; storage grows as it is used. `progress(done, total)` counts bytes and is called on
         this thread; `cancel()` is asked between tensors, and true raises CancelledError. `mmap=False` copies the file
         first, for files that may change meanwhile. `deterministic` makes logits independent of what runs beside a
-        sequence and of how its tokens were cut into steps (docs/determinism.md). Raises ModelNotFoundError, GGUFError,
-        ModelError, LibraryError, OptionError, AllocationError, CancelledError; nothing stays allocated.
+        sequence and of how its tokens were cut into steps (docs/determinism.md). `adapters` are LoRA files with their
+        scales: what is generated is computed with them, but for sessions that are given others. Raises
+        ModelNotFoundError, GGUFError, ModelError, LibraryError, OptionError, AllocationError, CancelledError; nothing
+        stays allocated.
         """
         with ExitStack() as undo:
             file = GGUFFile.open(find_model(path), mmap=mmap)
@@ -87,7 +94,7 @@ class Engine:
             undo.callback(pending.wait)
             from ggml_engine.loading import load_executor  # noqa: PLC0415  # beside the parsing, see above
 
-            executor = load_executor(
+            executor, loaded = load_executor(
                 file,
                 progress=progress,
                 cancel=cancel,
@@ -99,11 +106,14 @@ class Engine:
                 attention=attention,
                 max_batch_tokens=max_batch_tokens,
                 deterministic=deterministic,
+                adapters=adapters,
             )
             undo.callback(executor.model.free)
+            for adapter in loaded:
+                undo.callback(adapter.free)
             undo.callback(executor.close_all)
             import_module("ggml_engine.control.runner")  # the first generation needs it, and here it costs nothing
-            engine = cls(file, pending.result(), executor)
+            engine = cls(file, pending.result(), executor, loaded)
             undo.pop_all()
         return engine
 
@@ -156,9 +166,35 @@ class Engine:
 
     # ---- sessions
 
-    def session(self) -> Session:
-        """A new, empty session, to be continued, cloned and rewound. Raises SessionLimitError and ClosedError."""
-        return self.runner().open_session()
+    def session(self, *, adapters: Adapters | None = None) -> Session:
+        """A new, empty session, to be continued, cloned and rewound.
+
+        `adapters` are loaded ones with their scales; by default those of `load`, () is none. Raises SessionLimitError,
+        OptionError and ClosedError.
+        """
+        return self.runner().open_session(adapters=adapters)
+
+    def load_adapter(self, path: str | os.PathLike[str]) -> Adapter:
+        """Load a LoRA file for sessions of this engine; it goes with the engine, or with `drop_adapter`.
+
+        Raises GGUFError, ModelError (HyperparameterError for a file that is no such adapter, or one of another
+        architecture, WeightError for matrices that do not fit), AllocationError, ClosedError.
+        """
+        from ggml_engine.models.adapter import load_adapter  # noqa: PLC0415  # few programs need it
+
+        with self._lock:
+            if self._is_closing:
+                raise ClosedError("the engine was closed")
+            adapter = load_adapter(self.model, path)
+            self._adapters.append(adapter)
+            return adapter
+
+    def drop_adapter(self, adapter: Adapter) -> None:
+        """Free an adapter; idempotent. Waits for a running step. Raises OptionError while sessions have it."""
+        with self._lock:
+            self.executor.drop_adapter(adapter)
+            if adapter in self._adapters:
+                self._adapters.remove(adapter)
 
     def runner(self, options: RunnerOptions | None = None) -> Runner:
         """The engine's thread, started at the first call; `options` bound it, and can be given then only.
@@ -222,6 +258,8 @@ class Engine:
                 return
             self._closed = True
             self.executor.close_all()
+            for adapter in self._adapters:
+                adapter.free()
             self.model.free()
             self.file.close()
 

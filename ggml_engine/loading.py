@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Literal
 
 import ggml_engine.control.conversation  # noqa: F401  # needed next: imported here, beside the vocabulary's parsing
@@ -9,6 +12,8 @@ from ggml_engine.errors import OptionError
 from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
 from ggml_engine.ggml.backends import cpu_device
 from ggml_engine.ggml.gguf import GGUFFile
+from ggml_engine.models.adapter import Adapter, load_adapter
+from ggml_engine.models.adapter_set import AdapterSet, checked_scale
 from ggml_engine.models.model import Model, load_model
 from ggml_engine.models.weights import Cancel, Progress
 from ggml_engine.pool.kv_pool import bytes_per_cell
@@ -31,10 +36,20 @@ def load_executor(
     attention: Literal["auto", "flash", "matmul"] = "auto",
     max_batch_tokens: int = 512,
     deterministic: bool = False,
-) -> GgmlExecutor:
-    """Load the weights and make an executor for them. Raises as `Engine.load`; nothing stays allocated then."""
+    adapters: Iterable[tuple[str | os.PathLike[str], float]] = (),
+) -> tuple[GgmlExecutor, list[Adapter]]:
+    """Load the weights and make an executor for them, and the adapters that it opens sequences with.
+
+    Raises as `Engine.load`; nothing stays allocated then.
+    """
+    scaled = [(path, checked_scale(scale)) for path, scale in adapters]
     model = load_model(file, device=device, gpu_layers=gpu_layers, threads=threads, progress=progress, cancel=cancel)
-    try:
+    with ExitStack() as undo:
+        undo.callback(model.free)
+        loaded = []
+        for path, _ in scaled:
+            loaded.append(load_adapter(model, path))
+            undo.callback(loaded[-1].free)
         options = ExecutorOptions(
             capacity=_capacity(model, ctx, kv_type),
             max_batch_tokens=max_batch_tokens,
@@ -43,10 +58,10 @@ def load_executor(
             v_type=kv_type,
             deterministic=deterministic,
         )
-        return GgmlExecutor(model, options)
-    except BaseException:
-        model.free()
-        raise
+        opened_with = AdapterSet.of([(adapter, scale) for adapter, (_, scale) in zip(loaded, scaled, strict=True)])
+        executor = GgmlExecutor(model, options, opened_with)
+        undo.pop_all()
+    return executor, loaded
 
 
 def _capacity(model: Model, ctx: int | None, kv_type_name: str) -> int:
