@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from adapters import EVERY_MATRIX, AdaptedOracle, adapter_forge, tokens_of, write_adapter
-from architecture_rows import model_file
+from architecture_rows import ROWS, model_file
 from engines import Logits, batch_of, executor_over, feed, loaded, running
 from forged_models import taken_apart
 from libllama import Type
@@ -22,6 +23,9 @@ from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.executor import GgmlExecutor
 from ggml_engine.models.adapter import Adapter, load_adapter
 from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
+from ggml_engine.models.model import Model
+from ggml_engine.models.registry import ARCHITECTURES
+from ggml_engine.models.weights import Role
 
 N_CELLS = 512
 FORMS: dict[str, dict[str, Any]] = {
@@ -72,6 +76,13 @@ def scaled(*pairs: tuple[Adapter, float]) -> AdapterSet:
     return AdapterSet.of(pairs)
 
 
+def changeable(model: Model) -> list[str]:
+    """The matrices that libllama lets an adapter change: not the one of gemma4 that it multiplies by itself."""
+    specs = [spec for spec in model.architecture.tensors(model.hp) if spec.role in {Role.MATMUL, Role.EXPERTS}]
+    of_file = [spec.name for spec in specs if len(spec.shape) > 1 and spec.name in model.file.tensors]
+    return [name for name in of_file if name != "per_layer_model_proj.weight"]
+
+
 def same(found: Logits, expected: Logits) -> bool:
     assert found.shape == expected.shape
     assert np.isfinite(found).all()
@@ -115,6 +126,20 @@ class TestLogits:
             ours.forward(replace(silent, wants_logits=np.zeros(2, np.bool_)))  # has no products of the last layer
             theirs.append([(0, [11, 12])], [False, False])
             assert same(ours.forward(batch_of([(first, [13])])), theirs.append([(0, [13])]))
+
+    @pytest.mark.parametrize("architecture", ARCHITECTURES)
+    def test_are_libllamas_in_every_architecture_with_all_matrices_changed(
+        self, tmp_path: Path, architecture: str
+    ) -> None:
+        path = model_file(next(row.name for row in ROWS.values() if row.architecture == architecture))
+        with loaded(path) as model:
+            names = "|".join(f"^{re.escape(name)}$" for name in changeable(model))
+        file = write_adapter(tmp_path / "a.gguf", path, names=names)
+        with beside(path) as (ours, theirs), adapter_of(ours, file) as adapter:
+            theirs.adapt((file, 0.7))
+            sequence = ours.open(scaled((adapter, 0.7)))
+            for ids in (PROMPT, [9]):
+                assert same(ours.forward(batch_of([(sequence, ids)])), theirs.append([(0, ids)]))
 
     @pytest.mark.parametrize("kind", [Type.F16, Type.BF16, Type.Q8_0])
     def test_are_libllamas_whatever_the_adapters_type(self, tmp_path: Path, kind: Type) -> None:
