@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from adapters import adapter_forge, tokens_of, write_adapter
@@ -18,7 +19,9 @@ from ggml_engine import (
     PrefixCache,
     SamplerConfig,
     Session,
+    loading,
 )
+from ggml_engine.models.adapter import Adapter, load_adapter
 
 GREEDY = GenConfig(max_tokens=10, ignore_eos=True, sampler=SamplerConfig(temperature=0.0))
 PROMPT = tokens_of(2, 70)
@@ -126,8 +129,15 @@ def test_an_adapter_can_be_dropped_when_its_sessions_are_closed(model: Path, fil
 
 
 def test_a_load_with_an_adapter_that_does_not_fit_leaves_nothing_behind(
-    model: Path, files: list[Path], tmp_path: Path
+    model: Path, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    taken: list[Adapter] = []
+
+    def recorded(*arguments: Any) -> Adapter:
+        taken.append(load_adapter(*arguments))
+        return taken[-1]
+
+    monkeypatch.setattr(loading, "load_adapter", recorded)
     other = write_adapter(tmp_path / "other.gguf", write_gemma3(tmp_path / "gemma3.gguf"))
     for bad, error in (
         ((other, 1.0), HyperparameterError),
@@ -139,5 +149,7 @@ def test_a_load_with_an_adapter_that_does_not_fit_leaves_nothing_behind(
     strong = adapter_forge(model, alpha=3e38, rank=1).write(tmp_path / "strong.gguf")
     with pytest.raises(OptionError, match="too much"):
         load(model, adapters=[(strong, 9.0)])
+    assert len(taken) == 3
+    assert all(adapter.is_closed for adapter in taken)
     with load(model) as engine, pytest.raises(HyperparameterError):
         engine.load_adapter(other)
