@@ -43,7 +43,7 @@ MODELS = {
     "qwen2 fused": True,
     "qwen2moe": True,
     "llama experts": True,
-    "gemma4": False,
+    "gemma4 split experts, some dense layers, shared layers": False,
     "minicpm": False,
 }
 
@@ -173,6 +173,19 @@ class TestLogits:
             assert all(np.abs(each - expected).max() < 1e-3 for each in found)
             alone = ours.forward(batch_of([(ours.open(scaled((a, 0.5))), PROMPT)]))
             assert apart(alone, expected) > 0.05
+
+    def test_of_many_adapters_of_every_matrix_fit_into_a_graph(self, tmp_path: Path) -> None:
+        path = write_llama(tmp_path / "m.gguf")
+        files = [write_adapter(tmp_path / f"{seed}.gguf", path, seed=seed, gain=0.1) for seed in range(8)]
+        with beside(path) as (ours, theirs):
+            adapters = [load_adapter(ours.model, file) for file in files]
+            theirs.adapt(*[(file, 1.0) for file in files])
+            sequence = ours.open(scaled(*[(adapter, 1.0) for adapter in adapters]))
+            found = ours.forward(batch_of([(sequence, PROMPT)]))
+            assert np.abs(found - theirs.append([(0, PROMPT)])).max() < 1e-3
+            ours.close(sequence)
+            for adapter in adapters:
+                ours.drop_adapter(adapter)
 
     def test_at_scale_0_are_those_of_the_model_and_so_is_the_fingerprint(self, tmp_path: Path) -> None:
         path = write_gemma3(tmp_path / "m.gguf")
