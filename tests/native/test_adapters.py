@@ -187,6 +187,19 @@ class TestLogits:
             for adapter in adapters:
                 ours.drop_adapter(adapter)
 
+    def test_of_a_product_that_a_step_without_logits_leaves_out_are_libllamas_afterwards(self, tmp_path: Path) -> None:
+        path = model_file("muse-glimmer")
+        with loaded(path) as model:
+            gate = f"blk.{model.hp.n_layer - 1}.attn_gate.weight"
+        file = write_adapter(tmp_path / "a.gguf", path, names=re.escape(gate))
+        with beside(path) as (ours, theirs), adapter_of(ours, file) as adapter:
+            theirs.adapt((file, 1.0))
+            silent = batch_of([(ours.open(scaled((adapter, 1.0))), PROMPT)])
+            ours.forward(replace(silent, wants_logits=np.zeros(len(PROMPT), np.bool_)))
+            theirs.append([(0, PROMPT)], [False] * len(PROMPT))
+            sequence = int(silent.sequences[0])
+            assert same(ours.forward(batch_of([(sequence, [13])])), theirs.append([(0, [13])]))
+
     def test_at_scale_0_are_those_of_the_model_and_so_is_the_fingerprint(self, tmp_path: Path) -> None:
         path = write_gemma3(tmp_path / "m.gguf")
         file = write_adapter(tmp_path / "a.gguf", path)
