@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from ggml_engine.errors import ClosedError, ContextLengthError, EngineError, InputError, OptionError
 from ggml_engine.ggml.gguf import GGUFFile
@@ -28,29 +28,29 @@ if TYPE_CHECKING:
     from ggml_engine.control.runner import Adapters, Runner
     from ggml_engine.control.session import Session
     from ggml_engine.executor.executor import GgmlExecutor
+    from ggml_engine.loading import EngineKind, LoadedExecutor
     from ggml_engine.models.adapter import Adapter
-    from ggml_engine.models.model import Model
     from ggml_engine.models.weights import Cancel, Progress
 
 Message = Mapping[str, object]
 
 
 class Engine:
-    """A loaded model.
+    """A loaded model. `kind` is what computes it, "native" or "llama", and `reason` says why.
 
     `Engine.load` may run on any thread: keep it off a GUI's. All methods may be called from any thread. Generations
     are computed by a thread of the engine, without the GIL, several of them in one step. One generation is iterated by
     one thread; its `cancel` may be called from any.
     """
 
-    def __init__(
-        self, file: GGUFFile, vocabulary: Vocabulary, executor: GgmlExecutor, adapters: Iterable[Adapter] = ()
-    ) -> None:
+    def __init__(self, file: GGUFFile, vocabulary: Vocabulary, loaded: LoadedExecutor) -> None:
         self.file = file
-        self.model: Model = executor.model
         self.vocabulary = vocabulary
-        self.executor = executor
-        self._adapters = list(adapters)
+        self.executor = loaded.executor
+        self.model = loaded.executor.model
+        self.kind: EngineKind = loaded.kind
+        self._adapters = list(loaded.adapters)
+        self.reason = loaded.reason
         self._template: ChatTemplate | None = None
         self._runner: Runner | None = None
         self._lock = threading.RLock()
@@ -62,6 +62,7 @@ class Engine:
         cls,
         path: str | os.PathLike[str],
         *,
+        engine: Literal["auto", "native", "llama"] = "auto",
         progress: Progress | None = None,
         cancel: Cancel | None = None,
         ctx: int | None = None,
@@ -70,6 +71,7 @@ class Engine:
         gpu_layers: int | None = None,
         mmap: bool = True,
         kv_type: str = "f16",
+        cache_kind: str = "batched_cell",
         attention: Literal["auto", "flash", "matmul"] = "auto",
         max_batch_tokens: int = 512,
         deterministic: bool = False,
@@ -80,11 +82,18 @@ class Engine:
         `ctx` is the capacity in cells (tokens of K/V): by default the model's own context, less if that would take
         half of the free memory; storage grows as it is used. `progress(done, total)` counts bytes and is called on
         this thread; `cancel()` is asked between tensors, and true raises CancelledError. `mmap=False` copies the file
-        first, for files that may change meanwhile. `deterministic` makes logits independent of what runs beside a
-        sequence and of how its tokens were cut into steps (docs/determinism.md). `adapters` are LoRA files with their
-        scales: what is generated is computed with them, but for sessions that are given others. Raises
-        ModelNotFoundError, GGUFError, ModelError, LibraryError, OptionError, AllocationError, CancelledError; nothing
-        stays allocated.
+        first, for files that may change meanwhile. `cache_kind` "batched_cell" holds many sessions, "sequence" one at a
+        time, which cannot be cloned. `deterministic` makes logits independent of what runs beside a sequence and of how
+        its tokens were cut into steps (docs/determinism.md). `adapters` are LoRA files with their scales: what is
+        generated is computed with them, but for sessions that are given others.
+
+        `engine` "native" computes with the graphs of this package, "llama" with libllama's own context, "auto" natively
+        where there is a graph for the file's architecture; `kind` and `reason` say what that came to, and so does the
+        log. In libllama all of `ctx` takes its memory at once: its default is 8192 at most, and there are no
+        deterministic mode, no kinds of caches and no adapters.
+
+        Raises ModelNotFoundError, GGUFError, ModelError, LibraryError, OptionError, AllocationError, CancelledError;
+        nothing stays allocated.
         """
         with ExitStack() as undo:
             file = GGUFFile.open(find_model(path), mmap=mmap)
@@ -94,28 +103,31 @@ class Engine:
             undo.callback(pending.wait)
             from ggml_engine.loading import load_executor  # noqa: PLC0415  # beside the parsing, see above
 
-            executor, loaded = load_executor(
+            loaded = load_executor(
                 file,
+                engine=engine,
                 progress=progress,
                 cancel=cancel,
                 ctx=ctx,
                 threads=threads,
                 device=device,
                 gpu_layers=gpu_layers,
+                mmap=mmap,
                 kv_type=kv_type,
+                cache_kind=cache_kind,
                 attention=attention,
                 max_batch_tokens=max_batch_tokens,
                 deterministic=deterministic,
                 adapters=adapters,
             )
-            undo.callback(executor.model.free)
-            for adapter in loaded:
+            undo.callback(loaded.executor.model.free)
+            for adapter in loaded.adapters:
                 undo.callback(adapter.free)
-            undo.callback(executor.close_all)
+            undo.callback(loaded.executor.close_all)
             import_module("ggml_engine.control.runner")  # the first generation needs it, and here it costs nothing
-            engine = cls(file, pending.result(), executor, loaded)
+            opened = cls(file, pending.result(), loaded)
             undo.pop_all()
-        return engine
+        return opened
 
     # ---- text
 
@@ -178,21 +190,28 @@ class Engine:
         """Load a LoRA file for sessions of this engine; it goes with the engine, or with `drop_adapter`.
 
         Raises GGUFError, ModelError (HyperparameterError for a file that is no such adapter, or one of another
-        architecture, WeightError for matrices that do not fit), AllocationError, ClosedError.
+        architecture, WeightError for matrices that do not fit), AllocationError, OptionError in libllama's engine,
+        ClosedError.
         """
         from ggml_engine.models.adapter import load_adapter  # noqa: PLC0415  # few programs need it
 
         with self._lock:
             if self._is_closing:
                 raise ClosedError("the engine was closed")
-            adapter = load_adapter(self.model, path)
+            adapter = load_adapter(self._native.model, path)
             self._adapters.append(adapter)
             return adapter
+
+    @property
+    def _native(self) -> GgmlExecutor:
+        if self.kind != "native":
+            raise OptionError(f"adapters are taken by the native engine alone, and {self.reason}")
+        return cast("GgmlExecutor", self.executor)
 
     def drop_adapter(self, adapter: Adapter) -> None:
         """Free an adapter; idempotent. Waits for a running step. Raises OptionError while sessions have it."""
         with self._lock:
-            self.executor.drop_adapter(adapter)
+            self._native.drop_adapter(adapter)
             if adapter in self._adapters:
                 self._adapters.remove(adapter)
 

@@ -22,6 +22,8 @@ EngineError
 ├── OptionError                      an option, or a combination of options, is not possible
 ├── CacheError                       the cell cache refused; nothing was changed
 │   ├── PoolFullError                not enough free cells (needed, free, capacity)
+│   │   └── SequenceLimitError       not enough sequences that may have tokens at once
+│   ├── RewindError                  the memory of this model cannot go back to that position
 │   ├── UnknownSequenceError         no open sequence has this id
 │   ├── PositionError                positions do not continue their sequence
 │   └── StepError                    a step was used out of order (not declared, placed twice, stale)
@@ -29,6 +31,7 @@ EngineError
 │   ├── SessionBusyError             it has a generation already
 │   ├── SessionLimitError            no more sessions fit
 │   └── PoisonedError                an executor failed under it: only closing it is left
+├── SavedStateError                  a session or prefix cache cannot be saved or loaded (code, path)
 ├── ExecutorError                    an executor returned what it must not
 ├── WouldBlockError                  a callback waits for the thread that it runs on
 ├── CancelledError                   the caller asked to stop
@@ -167,14 +170,27 @@ class CacheError(EngineError):
 class PoolFullError(CacheError):
     """Not enough free cells. All three figures are in cells."""
 
-    def __init__(self, needed: int, free: int, capacity: int) -> None:
-        super().__init__(f"the step needs {needed} more cells, {free} of {capacity} can be had")
+    def __init__(self, needed: int, free: int, capacity: int, what: str = "the step") -> None:
+        super().__init__(f"{what} needs {needed} more cells, {free} of {capacity} can be had")
         self.needed = needed
         self.free = free
         self.capacity = capacity
+        self.what = what
 
-    def __reduce__(self) -> tuple[type[PoolFullError], tuple[int, int, int]]:
-        return type(self), (self.needed, self.free, self.capacity)
+    def __reduce__(self) -> tuple[type[PoolFullError], tuple[int, int, int, str]]:
+        return type(self), (self.needed, self.free, self.capacity, self.what)
+
+
+class SequenceLimitError(PoolFullError):
+    """No more sequences may have tokens at once. All three figures are in sequences."""
+
+    def __init__(self, needed: int, free: int, capacity: int) -> None:
+        super().__init__(needed, free, capacity)
+        self.args = (f"the step needs {needed} more sequences, {free} of {capacity} can be had",)
+
+
+class RewindError(CacheError):
+    """The memory of this model cannot go back to that position: a recurrent state is that of the last token alone."""
 
 
 class UnknownSequenceError(CacheError):
@@ -203,6 +219,24 @@ class SessionLimitError(SessionError):
 
 class PoisonedError(SessionError):
     """An executor failed under this session, so what it holds is not known: only closing it is left."""
+
+
+class SavedStateError(EngineError):
+    """A session or a prefix cache cannot be saved to a file, or loaded from it; nothing that lives was changed.
+
+    `code` is a short stable name: "name" (not an allowed one), "missing" (no such file), "io" (the system refused),
+    "foreign" (no file of ours), "version", "damaged" (truncated or altered), "other-model" (also: another execution),
+    "other-kind" (a prefix cache for a session, or the reverse), "unsavable" (what cannot be kept in a file).
+    """
+
+    def __init__(self, code: str, path: str | os.PathLike[str], reason: str) -> None:
+        super().__init__(f"{os.fspath(path)}: {reason} ({code})")
+        self.code = code
+        self.path = os.fspath(path)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[SavedStateError], tuple[str, str, str]]:
+        return type(self), (self.code, self.path, self.reason)
 
 
 class ExecutorError(EngineError):

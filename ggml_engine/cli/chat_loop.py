@@ -37,6 +37,7 @@ def chat(engine: Engine, config: GenConfig, system: str | None, *, quiet: bool) 
     output = TextOutput()
     while (line := _ask()) is not None:
         if line == RESET:
+            del conversation  # and its session: a cache may hold one only
             conversation = engine.conversation(system)
         elif line:
             _turn(engine, conversation, line, config, output, quiet=quiet)

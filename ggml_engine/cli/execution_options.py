@@ -17,10 +17,20 @@ from ggml_engine.cli.sections import option, together
 EXECUTION: Final = "Model and execution"
 
 KV_TYPES: Final = ("f32", "f16", "bf16", "q8_0", "q4_0")
+CACHE_KINDS: Final = ("batched_cell", "sequence")
+ENGINES: Final = ("auto", "native", "llama")
 ATTENTION_FORMS: Final = ("auto", "flash", "matmul")
 MAX_THREADS: Final = 512
 
 execution_options = together(
+    option(
+        "--engine",
+        section=EXECUTION,
+        type=click.Choice(ENGINES),
+        default="auto",
+        show_default=True,
+        help="Our graphs, or libllama's own context; auto is native where there is a graph for the model.",
+    ),
     option(
         "--ctx",
         section=EXECUTION,
@@ -44,6 +54,14 @@ execution_options = together(
         default="f16",
         show_default=True,
         help="Number type of K and V.",
+    ),
+    option(
+        "--cache-kind",
+        section=EXECUTION,
+        type=click.Choice(CACHE_KINDS),
+        default="batched_cell",
+        show_default=True,
+        help="batched_cell holds K and V of many sequences, which may share them; sequence of one.",
     ),
     option(
         "--attention",
@@ -78,6 +96,7 @@ execution_options = together(
     ),
     option(
         "--batch-tokens",
+        "--max-batch-tokens",
         "max_batch_tokens",
         section=EXECUTION,
         type=click.IntRange(min=1),
@@ -104,8 +123,8 @@ execution_options = together(
     ),
 )
 LOAD_OPTIONS: Final = (
-    "ctx", "threads", "device", "gpu_layers", "mmap", "kv_type", "attention", "max_batch_tokens",
-    "deterministic", "adapters",
+    "engine", "ctx", "threads", "device", "gpu_layers", "mmap", "kv_type", "cache_kind", "attention",
+    "max_batch_tokens", "deterministic", "adapters",
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import click
 
+from ggml_engine.cli.batch import batch
 from ggml_engine.cli.boundary import Settings, exit_code
 from ggml_engine.cli.check import check
 from ggml_engine.cli.devices import devices
@@ -41,7 +42,7 @@ def cli() -> None:
     """Run GGUF language models in a Python process."""
 
 
-for _command in (run, pull, devices, check):
+for _command in (run, batch, pull, devices, check):
     cli.add_command(_command)
 
 

@@ -116,8 +116,9 @@ def statistics_line(generation: Generation, executor: Mapping[str, Any]) -> str:
         f"prefill {stats.prefill_tokens_per_s:.1f} tokens/s",
         f"decode {stats.decode_tokens_per_s:.1f} tokens/s",
         f"cells {executor['cells_used']}/{executor['cells_capacity']}",
-        f"K/V {executor['kv_bytes'] / MIB:.1f} of {mib(executor['kv_capacity_bytes'])}",
     ]
+    if executor["kv_capacity_bytes"]:  # 0 where the executor does not know
+        parts.append(f"K/V {executor['kv_bytes'] / MIB:.1f} of {mib(executor['kv_capacity_bytes'])}")
     return " | ".join(parts)
 
 

@@ -16,12 +16,8 @@ from ggml_engine.cli import output, text_input
 from ggml_engine.cli.boundary import INTERRUPTED, debug_option
 from ggml_engine.cli.execution_options import execution_options, load_options
 from ggml_engine.cli.interrupts import Interrupts
-from ggml_engine.cli.options import (
-    exclude,
-    generation_config,
-    generation_options,
-    sampling_options,
-)
+from ggml_engine.cli.options import generation_config, generation_options, sampling_options
+from ggml_engine.cli.prompt_options import PROMPT, check_template_options, template_options
 from ggml_engine.cli.sections import SectionedCommand, option, together
 from ggml_engine.cli.streaming import check_template, stream_text
 from ggml_engine.errors import CancelledError
@@ -34,22 +30,11 @@ if TYPE_CHECKING:
     from ggml_engine.control.generation import Generation
     from ggml_engine.engine import Engine
 
-PROMPT = "Prompt"
 OUTPUT = "Output"
 
 _prompt_options = together(
     option("-f", "--file", "prompt_file", section=PROMPT, metavar="FILE", help="Prompt from a file; - is stdin."),
-    option(
-        "--system",
-        section=PROMPT,
-        metavar="TEXT",
-        callback=lambda _ctx, _param, text: None if text is None else text_input.from_argument(text),
-        help="System message of the chat.",
-    ),
-    option("--raw", section=PROMPT, is_flag=True, help="Continue the prompt as it is: no chat template."),
-    option(
-        "--parse-special", section=PROMPT, is_flag=True, help="With --raw: read control tokens that the prompt spells."
-    ),
+    template_options,
 )
 _output_options = together(
     option("--json", "as_json", section=OUTPUT, is_flag=True, help="One JSON object at the end instead of a stream."),
@@ -78,13 +63,14 @@ def run(ctx: click.Context, /, **values: Any) -> int:
     UTF-8, with one line end after it), everything else to stderr. Exit codes: 0, 1 for an error, 2 for a wrong use,
     130 for Ctrl-C.
     """
-    _check(ctx)
+    check_template_options(ctx)
     config = generation_config(ctx)
     prompt = _prompt(ctx)
     if prompt is None:
         from ggml_engine.cli.chat_loop import chat  # noqa: PLC0415 - most runs do not chat
 
-        with _loaded(values["model"], load_options(values)) as engine:
+        with loaded(values["model"], load_options(values)) as engine:
+            tell_engine(engine, values)
             return chat(engine, config, values["system"], quiet=values["quiet"])
     if config.sampler.seed is None and not config.sampler.is_greedy:
         # drawn here, so that --json can tell it
@@ -94,7 +80,7 @@ def run(ctx: click.Context, /, **values: Any) -> int:
     begun = time.perf_counter()
     with Interrupts() as interrupts:
         try:
-            with _loaded(values["model"], load_options(values), lambda: interrupts.requested) as engine:
+            with loaded(values["model"], load_options(values), lambda: interrupts.requested) as engine:
                 load_s = time.perf_counter() - begun
                 return _answer(engine, prompt, config, values, interrupts, load_s)
         except CancelledError:
@@ -111,7 +97,8 @@ def load_engine(model: str, **options: Any) -> Engine:
     return Engine.load(model, **options)
 
 
-def _loaded(model: str, options: dict[str, Any], cancel: Callable[[], bool] | None = None) -> Engine:
+def loaded(model: str, options: dict[str, Any], cancel: Callable[[], bool] | None = None) -> Engine:
+    """`load_engine` with a bar."""
     bar = output.ProgressLine("loading", output.mib)
     try:
         return load_engine(model, progress=bar, cancel=cancel, **options)
@@ -119,13 +106,10 @@ def _loaded(model: str, options: dict[str, Any], cancel: Callable[[], bool] | No
         bar.clear()
 
 
-def _check(ctx: click.Context) -> None:
-    """Usage errors that need neither model nor prompt."""
-    values = ctx.params
-    if values["raw"]:
-        exclude(ctx, "raw", "system")
-    elif values["parse_special"]:
-        raise click.UsageError("--parse-special needs --raw: a chat template decides by itself", ctx)
+def tell_engine(engine: Engine, values: dict[str, Any]) -> None:
+    """One line on which engine was taken and why, where the user did not name it."""
+    if values["engine"] == "auto" and not values["quiet"]:
+        click.echo(f"engine {engine.kind}: {engine.reason}", err=True)
 
 
 def _prompt(ctx: click.Context) -> str | None:
@@ -161,6 +145,7 @@ def _answer(
     if values["as_json"]:
         stream.write(output.json_text(_result(engine, generation, config, values, load_s)))
     stream.write("\n")
+    tell_engine(engine, values)
     if not values["quiet"]:
         click.echo(output.statistics_line(generation, executor), err=True)
     return INTERRUPTED if interrupts.requested else 0
@@ -194,6 +179,7 @@ def _result(
             "path": engine.file.path,
             "name": metadata.get("general.name"),
             "architecture": metadata.get("general.architecture"),
+            "engine": engine.kind,
         },
         "options": {
             **output.plain_options(config),

@@ -48,6 +48,11 @@ class EntryList:
                 self.remove(old)
             self._items.append(entry)
 
+    def put_before(self, entries: Sequence[CacheEntry]) -> None:
+        """Take them in as ones that were used longer ago than all that are there, in this order."""
+        with self._lock:
+            self._items[:0] = entries
+
     def remove(self, entry: CacheEntry) -> None:
         """Let it go, and close its snapshot; idempotent."""
         with self._lock:

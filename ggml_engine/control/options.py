@@ -28,8 +28,9 @@ class RunnerOptions:
     and when cells run out snapshots go first, then `victim` (given the sessions that generate, oldest generation first)
     chooses whose generation ends with PoolFullError. `switch_interval_s` shortens Python's own thread switch interval
     (`sys.setswitchinterval`, for the whole process) to that: the engine's thread asks for Python's lock between
-    forwards, and a thread that computes in Python keeps it for so long each time. None leaves it. Raises OptionError
-    for what cannot be.
+    forwards, and a thread that computes in Python keeps it for so long each time. None leaves it. At most
+    `max_decode_sequences` sessions decode in one step (None: all that a step has room for); where there are more, they
+    take turns. Raises OptionError for what cannot be.
     """
 
     max_sessions: int = 1024
@@ -37,11 +38,12 @@ class RunnerOptions:
     reserve: Literal["none", "full"] = "none"
     victim: Victim = youngest
     switch_interval_s: float | None = 0.0005
+    max_decode_sequences: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_sessions", "max_session_tokens"):
+        for name in ("max_sessions", "max_session_tokens", "max_decode_sequences"):
             value = getattr(self, name)
-            if value is None and name == "max_session_tokens":
+            if value is None and name != "max_sessions":
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionError(f"{name} must be a positive integer, is {value!r}")

@@ -71,7 +71,7 @@ class Protecting:
 
     `priority(metadata)` is a number; `math.inf` protects: such an entry never goes. A newcomer of a lower priority than
     all that are there is not kept. Entries that are protected still count: when they fill the cache, nothing else fits.
-    (Cells are another matter: when an executor runs out of them, it takes those of snapshots, the oldest first.)
+    (Cells are another matter: when an executor runs out of them, it takes those that snapshots alone hold.)
     """
 
     def __init__(self, priority: Callable[[object], float]) -> None:

@@ -14,11 +14,15 @@ from types import TracebackType
 
 from ggml_engine.control.commands import CountCellsCommand, OpenCommand
 from ggml_engine.control.core import Core
+from ggml_engine.control.deadline import Deadline
 from ggml_engine.control.future import EngineFuture
 from ggml_engine.control.options import RunnerOptions
+from ggml_engine.control.saved_file import open_saved
+from ggml_engine.control.saved_names import Directory, names_in, path_of
+from ggml_engine.control.saving import SESSION, check_made_for, load_sessions
 from ggml_engine.control.session import Session
 from ggml_engine.control.text import TextModel
-from ggml_engine.errors import OptionError, WouldBlockError
+from ggml_engine.errors import OptionError, SavedStateError, WouldBlockError
 from ggml_engine.executor.protocol import Executor
 from ggml_engine.models.adapter_set import AdapterLike, AdapterSet
 
@@ -79,6 +83,31 @@ class Runner:
         else:
             self._core.submit(OpenCommand(future, partial(Session, self, self._core), wanted))
         return future
+
+    def load_session(self, directory: Directory, name: str, timeout: float | None = None) -> Session:
+        """A session as `Session.save` has written it: its tokens, their K/V, and the pending token.
+
+        The file is checked whole before anything is made of it. Where cells are missing, snapshots are given up as for
+        a prompt. Raises SavedStateError, SessionLimitError, ContextLengthError, PoolFullError, ClosedError,
+        TimeoutError, what else the executor refuses with, and WouldBlockError in a callback; then no session is open.
+        """
+        if self._core.is_engine_thread():
+            raise WouldBlockError("load_session waits for the thread that this callback runs on")
+        deadline = Deadline(timeout)
+        with open_saved(path_of(directory, name), deadline) as saved:
+            check_made_for(self._core, saved, SESSION)
+            if len(saved.state.sequences) != 1:
+                raise SavedStateError("damaged", saved.path, f"it has {len(saved.state.sequences)} sessions, not one")
+            (session,) = load_sessions(self._core, saved, [0], partial(Session, self, self._core), deadline)
+        return session
+
+    @staticmethod
+    def saved_names(directory: Directory) -> list[str]:
+        """The names that are saved in a directory, sessions and prefix caches, in alphabetical order.
+
+        Raises SavedStateError where there is a directory that cannot be listed.
+        """
+        return names_in(directory)
 
     def stats(self) -> dict[str, int]:
         """Counts since the start: generations by how they ended, steps, tokens; sessions now."""

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.control.generation import Generation, GenerationState, Reason, failure
+from ggml_engine.control.image_table import ImageTable
 from ggml_engine.control.options import RunnerOptions
 from ggml_engine.control.session_state import SessionState, SessionStatus
-from ggml_engine.control.session_table import SessionTable
 from ggml_engine.control.step_parts import Part, Running, batch_of, checked_logits, plan_parts
 from ggml_engine.control.step_plan import GroupTurns, StepCost
 from ggml_engine.control.text import TextModel, TokenSampler
@@ -41,7 +41,7 @@ from ggml_engine.executor.protocol import Executor
 log = logging.getLogger("ggml_engine.control")
 
 
-class Scheduler(SessionTable):
+class Scheduler(ImageTable):
     """The state machine of the control plane over one executor."""
 
     def __init__(self, executor: Executor, text: TextModel, options: RunnerOptions, clock: Callable[[], float]) -> None:
@@ -141,6 +141,8 @@ class Scheduler(SessionTable):
         self._check_room(int(tokens.size))
         kept = min(common_prefix(state.tokens, tokens.tolist()), int(tokens.size) - 1)
         if kept < state.position:
+            if not self.executor.can_rewind(state.sequence, kept):
+                kept = 0
             self.executor.rewind(state.sequence, kept)
             del state.tokens[kept:]
         state.pending = None
@@ -237,6 +239,7 @@ class Scheduler(SessionTable):
         """End every generation as shut down, and close every session."""
         for running in list(self._running):
             self._end(running, Reason.SHUTDOWN)
+        self._end_images()
         for state in self.sessions:
             with suppress(Exception):  # an executor that broke must not keep the others open
                 self.close(state)
@@ -303,8 +306,8 @@ class Scheduler(SessionTable):
         adapters = self._group_turns.next([running.session.adapters for running in admitted])
         ready = [running for running in admitted if running.session.adapters == adapters]
         others = any(running.work.is_decode for running in admitted if running.session.adapters != adapters)
-        budget = self.cost.prefill_budget()
-        return plan_parts(ready, self.executor, budget, self._n_turns, others_stream=others)
+        budget, most = self.cost.prefill_budget(), self.options.max_decode_sequences
+        return plan_parts(ready, self.executor, budget, self._n_turns, most, others_stream=others)
 
     def _forward(self, parts: list[Part]) -> None:
         """One forward of `parts`; none where a prompt is to end. Raises PoolFullError, with nothing changed."""
@@ -442,12 +445,19 @@ class Scheduler(SessionTable):
             return admitted[-1]
 
     def _give_up(self, running: Running, error: EngineError) -> None:
-        """End a generation for lack of cells or memory; its session goes back to where it was before it began."""
+        """End a generation for lack of cells or memory; its session goes back to where it was before it began.
+
+        Where the executor's memory cannot, the session is evicted: its cells are needed.
+        """
         state = running.session
         running.work.next_token = None
         pending = running.work.lead_token
         to = min(running.first, state.position)
         try:
+            if not self.executor.can_rewind(state.sequence, to):
+                self._evict(state)
+                self._end(running, Reason.FAILED, error)
+                return
             self.executor.rewind(state.sequence, to)
         except Exception as trouble:
             self._poison(running, trouble)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ggml_engine.control.commands import CloneCommand, CloseCommand, RefuseCommand, RewindCommand, StartCommand
 from ggml_engine.control.config import GenConfig
+from ggml_engine.control.deadline import Deadline
 from ggml_engine.control.future import EngineFuture
 from ggml_engine.control.generation import (
     Generation,
@@ -25,6 +26,8 @@ from ggml_engine.control.generation import (
     failure,
     without_frames,
 )
+from ggml_engine.control.saved_names import Directory, path_of
+from ggml_engine.control.saving import save_session
 from ggml_engine.control.session_state import SessionState
 from ggml_engine.errors import ClosedError, EngineError, InputError, SessionBusyError, WouldBlockError
 from ggml_engine.executor.prepared import PreparedInput
@@ -160,7 +163,8 @@ class Session:
     ) -> Generation:
         """Generate after the whole history `tokens`: rewinds to the longest common prefix and forwards the rest.
 
-        At least the last token is forwarded. Else as `generate_async`.
+        Where the executor cannot rewind to that position, everything is forwarded again. At least the last token is
+        forwarded. Else as `generate_async`.
         """
         request = Request(config or GenConfig(), max_tokens, True, on_update, on_breakpoint, on_settled)
         return self._generate(tokens, request)
@@ -230,7 +234,8 @@ class Session:
         """A future of the new position: what is held from position `to` on is dropped, the pending token too.
 
         Fails with SessionBusyError when a generation was asked for that has not ended, with PositionError,
-        PoisonedError or SessionError; then nothing has changed.
+        PoisonedError or SessionError, and with RewindError where the executor keeps no state of that position; then
+        nothing has changed.
         """
         future: EngineFuture[int] = EngineFuture(self._core.is_engine_thread)
         if isinstance(to, bool) or not isinstance(to, (int, np.integer)):
@@ -242,6 +247,17 @@ class Session:
         else:
             self._core.submit(RewindCommand(future, self._state, int(to)))
         return future
+
+    def save(self, directory: Directory, name: str, timeout: float | None = None) -> None:
+        """Save what is committed, and the pending token, as `name` in `directory`; one of that name is replaced.
+
+        Its file is there whole or not at all (docs/saved-state.md). Forwards run in between; the session may generate
+        meanwhile, and what it commits then is not saved. Prepared inputs cannot be saved. Raises SavedStateError,
+        SessionError, PoisonedError, TimeoutError, and WouldBlockError in a callback; then no file has changed.
+        """
+        if self._core.is_engine_thread():
+            raise WouldBlockError("save waits for the thread that this callback runs on: do it after the generation")
+        save_session(self._core, self._state, path_of(directory, name), Deadline(timeout))
 
     def close(self) -> None:
         """Close it; a running generation is cancelled. Does not wait. Idempotent."""

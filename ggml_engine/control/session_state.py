@@ -14,7 +14,7 @@ class SessionStatus(str, Enum):
 
     OPEN = "open"
     POISONED = "poisoned"  # an executor failed under it
-    EVICTED = "evicted"  # a snapshot whose cells were given to others
+    EVICTED = "evicted"  # its cells were given to others
     CLOSED = "closed"
 
 

@@ -25,6 +25,7 @@ class SessionTable(ABC):
         self.executor = executor
         self.options = options
         self._sessions: dict[int, SessionState] = {}
+        self._n_incoming = 0  # sessions whose K/V is on its way in
         self._next_number = 0
         self._n_uses = 0
 
@@ -51,7 +52,8 @@ class SessionTable(ABC):
             raise SessionLimitError(reason)
 
     def _refusal(self) -> str:
-        return self.options.refusal(len(self._sessions) + 1, self.executor.capacity, self.executor.run)
+        n_resident = len(self._sessions) + self._n_incoming
+        return self.options.refusal(n_resident + 1, self.executor.capacity, self.executor.run)
 
     @property
     def has_room(self) -> bool:
@@ -94,7 +96,8 @@ class SessionTable(ABC):
     def rewind(self, state: SessionState, to: int) -> int:
         """Drop what a session holds from position `to` on, its pending token too; the new position.
 
-        Raises SessionError (poisoned, busy, closed) and PositionError, with nothing changed.
+        Raises SessionError (poisoned, busy, closed), PositionError, and RewindError where the executor's memory cannot,
+        with nothing changed.
         """
         if state.status is SessionStatus.POISONED:
             raise PoisonedError(state.refusal())
@@ -110,16 +113,40 @@ class SessionTable(ABC):
         return to
 
     def _evict_snapshot(self) -> bool:
-        """Give up the cells of the snapshot that was used longest ago; whether there was one."""
-        snapshots = [state for state in self._sessions.values() if state.is_snapshot and state.active is None]
-        if not snapshots:
+        """Give up a snapshot for the sake of its cells; whether there was one that has any to give."""
+        chosen = self._snapshot_to_evict()
+        if chosen is None:
             return False
-        oldest = min(snapshots, key=lambda state: state.last_use)
-        self._sessions.pop(oldest.number)
-        oldest.status = SessionStatus.EVICTED
-        oldest.trouble = "others needed its cells"
-        try:
-            self.executor.close(oldest.sequence)
-        except Exception:  # those who need its cells are not to blame
-            log.exception("a snapshot could not be closed")
+        self._evict(chosen)
         return True
+
+    def _snapshot_to_evict(self) -> SessionState | None:
+        """The snapshot that was used longest ago, of those whose end frees cells.
+
+        Where cells are shared among snapshots, so that the end of one alone frees none, it is the one that was used
+        longest ago of those with a part in such cells. None where others than idle snapshots hold every cell.
+        """
+        idle = [state for state in self._sessions.values() if state.is_snapshot and state.active is None]
+        if not idle:
+            return None
+        idle.sort(key=lambda state: state.last_use)
+        owners = {state.sequence for state in self._sessions.values()}
+        kept = owners - {state.sequence for state in idle}
+        count = self.executor.count_cells
+        n_owned, n_kept = count(owners), count(kept)
+        if n_owned == n_kept:
+            return None
+        for state in idle:
+            if count(owners - {state.sequence}) < n_owned:
+                return state
+        return next((state for state in idle if count(kept | {state.sequence}) > n_kept), None)
+
+    def _evict(self, state: SessionState) -> None:
+        """Give up a session for its cells, which others need."""
+        self._sessions.pop(state.number)
+        state.status = SessionStatus.EVICTED
+        state.trouble = "others needed its cells"
+        try:
+            self.executor.close(state.sequence)
+        except Exception:  # those who need its cells are not to blame
+            log.exception("a session could not be closed")

@@ -31,19 +31,26 @@ class Want:
 
 
 def plan_step(
-    wants: Sequence[Want], max_tokens: int, prefill_budget: int, turn: int, others_stream: bool = False
+    wants: Sequence[Want],
+    max_tokens: int,
+    prefill_budget: int,
+    turn: int,
+    max_decodes: int | None = None,
+    others_stream: bool = False,
 ) -> list[int]:
     """How many tokens of each of `wants` the step takes, 0 for none; their sum is at most `max_tokens`.
 
-    `turn` counts steps: where not everybody can have a token, the first served moves on with it. `others_stream` says
-    that somebody waits for a step of another group to decode.
+    At most `max_decodes` of those that decode are served (None: all). `turn` counts steps: where not everybody can have
+    a token, the first served moves on with it. `others_stream` says that somebody waits for a step of another group to
+    decode.
     """
     taken = [0] * len(wants)
     decodes = [i for i, want in enumerate(wants) if want.is_decode]
     prefills = _rotated([i for i, want in enumerate(wants) if not want.is_decode], turn)
     # so many streams that they fill a step would keep a prompt waiting for as long as they run
     kept = min(_LEAST_BUDGET, max_tokens // 2) if prefills else 0
-    for i in _rotated(decodes, turn)[: max_tokens - kept]:
+    places = max_tokens - kept if max_decodes is None else min(max_tokens - kept, max_decodes)
+    for i in _rotated(decodes, turn)[:places]:
         taken[i] = 1
     room = min(max_tokens - sum(taken), prefill_budget if decodes or others_stream else max_tokens)
     prefills.sort(key=lambda i: _most(wants[i]))  # stable: who needs little leaves more to the others

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,26 +28,32 @@ from ggml_engine.errors import (
     UnknownSequenceError,
 )
 from ggml_engine.executor.batch import Batch
+from ggml_engine.executor.cell_image import CellImageReader, CellImageWriter
 from ggml_engine.executor.compaction import Compaction
 from ggml_engine.executor.graph_cache import GraphCache, ReadyGraph
+from ggml_engine.executor.image import KvImage
 from ggml_engine.executor.inputs import GraphInputs, GraphKey, check_tokens
 from ggml_engine.executor.prepared import EmbeddingInput, PreparedInput
 from ggml_engine.executor.protocol import Executor
 from ggml_engine.ggml.abort import AbortFlag
 from ggml_engine.ggml.backends import Graph, get_data, host_view
 from ggml_engine.ggml.ops import GraphBuilder
+from ggml_engine.ggml.ops.experts import n_tensors_apart
 from ggml_engine.models.adapted import max_nodes
 from ggml_engine.models.adapter import Adapter
 from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
 from ggml_engine.models.attention import AttentionForm
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.model import Model
+from ggml_engine.pool.cells import CellCache
 from ggml_engine.pool.kv_types import QUANTISED, KvFormat, kv_type
+from ggml_engine.pool.pool_rows import PoolRows
 from ggml_engine.pool.registry import CacheConfig, build_cache
 
 _NODES_PER_LAYER = 72  # an upper bound for every architecture here; a graph that needs more is refused, not cut
 _NODES_OF_EXPERTS = 64  # router, products and shared experts
 _NODES_PER_EXPERT = 2  # of those that a token passes
+_PRODUCTS_OF_EXPERTS = 3  # gate, up and down
 _NODES_PER_PIECE = 8  # views, products and sums for every span that is read
 _NODES_BESIDE = 64
 _MAX_LOCKED_BYTES = 8 << 20  # a copy of at most a millisecond, during which Python's lock is kept
@@ -158,6 +164,7 @@ class GgmlExecutor(Executor):
         self._join = self.options.deterministic or self.form is AttentionForm.FLASH
         self._compaction = Compaction(self.cache, model.backends, self._make_room, join=self._join)
         self.graphs = GraphCache(self._build, self.options.max_graphs, self.options.max_graph_bytes)
+        self._rows = PoolRows(self.cache.pool, self._make_room)
         self.n_forwarded = 0
         self.n_rows_read = 0
         self.n_cells_peak = 0
@@ -212,6 +219,24 @@ class GgmlExecutor(Executor):
         is_long = 0 < self.model.hp.n_ctx_long < self.capacity  # other factors of rotation
         how = (self.form, self._kv_format, o.deterministic, o.run, o.read_block, o.cache_kind, kinds, is_long)
         return hashlib.sha256(f"{self.model.fingerprint}\n{how!r}\n".encode()).hexdigest()
+
+    @property
+    def description(self) -> Mapping[str, str]:
+        """Model, K/V types and what else of the execution K/V depends on, for people."""
+        o = self.options
+        name = self.model.file.metadata.get("general.name", "")
+        return {
+            "model": name if isinstance(name, str) else "",
+            "architecture": self.model.hp.architecture,
+            "k_type": o.k_type,
+            "v_type": o.v_type,
+            "v_layout": self._kv_format.v_layout,
+            "attention": self.form.value,
+            "cache_kind": o.cache_kind,
+            "run": str(o.run),
+            "deterministic": str(o.deterministic).lower(),
+            "devices": ", ".join(sorted({backend.device.kind for backend in self.model.layer_backends})),
+        }
 
     @property
     def bytes_per_cell(self) -> int:
@@ -316,6 +341,29 @@ class GgmlExecutor(Executor):
         """Committed positions of a sequence."""
         with self._turn_of_caller():
             return self.cache.length(sequence)
+
+    # ---- K/V outside of the executor
+
+    def read_image(self, parts: Sequence[tuple[int, int]]) -> CellImageReader | None:
+        """What reads the K/V of sequences, each up to a position; None where the kind of cache is not made of cells.
+
+        Raises UnknownSequenceError and PositionError.
+        """
+        with self._turn_of_caller():
+            if not isinstance(self.cache, CellCache):
+                return None
+            return CellImageReader(self.cache, self._rows, self._turn_of_caller, parts)
+
+    def write_image(self, image: KvImage) -> CellImageWriter | None:
+        """What opens sequences and brings their K/V in; None where the kind of cache is not made of cells.
+
+        Raises InputError for an image of others, PoolFullError, other kinds of CacheError for sequences that cannot be
+        opened, and AllocationError; then nothing has changed.
+        """
+        with self._turn_of_caller():
+            if not isinstance(self.cache, CellCache):
+                return None
+            return CellImageWriter(self.cache, self._rows, self._turn_of_caller, image)
 
     # ---- steps
 
@@ -422,7 +470,10 @@ class GgmlExecutor(Executor):
         n_per_layer = _NODES_PER_LAYER + _NODES_PER_PIECE * n_pieces
         if hp.experts is not None:
             n_per_layer += _NODES_OF_EXPERTS + _NODES_PER_EXPERT * hp.experts.n_used
-        max_tensors = hp.n_layer * n_per_layer + _NODES_BESIDE + max_nodes(key.adapters)
+            if self.options.deterministic:
+                n_per_layer += _PRODUCTS_OF_EXPERTS * n_tensors_apart(key.n_tokens)
+        n_apart = n_tensors_apart(key.n_tokens) if self.options.deterministic else 0
+        max_tensors = hp.n_layer * n_per_layer + _NODES_BESIDE + max_nodes(key.adapters, n_apart)
         n_outside = len(self.model.weights) + 2 * hp.n_layer + sum(2 * len(each.pairs) for each in key.adapters)
         b = GraphBuilder(self.model.libraries, max_tensors, n_outside)
         try:
@@ -440,7 +491,8 @@ class GgmlExecutor(Executor):
                 inputs,
                 self.form,
                 inputs.prepared,
-                inputs.adapted,
+                rows_apart=self.options.deterministic,
+                adapted=inputs.adapted,
             )
             logits = self.model.architecture.graph(g)
             if logits is not None:

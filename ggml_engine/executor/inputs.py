@@ -129,11 +129,11 @@ class GraphInputs:
 
     def rotate_k(self, layer: int, x: Tensor) -> Tensor:
         """A query or key as the pool wants it."""
-        return self._rotate(x, self._cache.pool.format.k_rotation(self._cache.pool.layers[layer].head_k))
+        return self._rotate(x, self._cache.pool.k_rotation(layer))
 
     def rotate_v(self, layer: int, x: Tensor) -> Tensor:
         """A value as the pool wants it, and back."""
-        return self._rotate(x, self._cache.pool.format.v_rotation(self._cache.pool.layers[layer].head_v))
+        return self._rotate(x, self._cache.pool.v_rotation(layer))
 
     def _rotate(self, x: Tensor, n: int | None) -> Tensor:
         if n is None:

@@ -7,12 +7,13 @@ without a model; `GgmlExecutor` is the real one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.executor.batch import Batch
+from ggml_engine.executor.image import ImageReader, ImageWriter, KvImage
 from ggml_engine.executor.prepared import PreparedInput
 from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
 
@@ -60,6 +61,11 @@ class Executor(ABC):
         return ""
 
     @property
+    def description(self) -> Mapping[str, str]:
+        """What the fingerprint stands for, for people: names and values, as far as they are known."""
+        return {}
+
+    @property
     def adapters(self) -> AdapterSet:
         """What a sequence is opened with where nothing else is asked for.
 
@@ -91,7 +97,14 @@ class Executor(ABC):
 
     @abstractmethod
     def rewind(self, sequence: int, to: int) -> None:
-        """Drop what a sequence holds from position `to` on, cells of a forward that failed included."""
+        """Drop what a sequence holds from position `to` on, cells of a forward that failed included.
+
+        Raises RewindError, with nothing changed, where `can_rewind` says no, and where what failed cannot be undone.
+        """
+
+    def can_rewind(self, sequence: int, to: int) -> bool:  # noqa: ARG002  # the default keeps every position
+        """Whether the sequence can go back to `to`; to 0, and to where it is, it always can."""
+        return True
 
     @abstractmethod
     def length(self, sequence: int) -> int:
@@ -99,6 +112,23 @@ class Executor(ABC):
 
     def clone(self, source: int, upto: int) -> int | None:  # noqa: ARG002  # the default refuses
         """A new sequence of the first `upto` positions of `source`, or None where that cannot be had."""
+        return None
+
+    # ---- K/V outside of the executor
+
+    def read_image(self, parts: Sequence[tuple[int, int]]) -> ImageReader | None:  # noqa: ARG002
+        """What reads the K/V of sequences, each up to a position, or None (the default) where that cannot be had.
+
+        Raises UnknownSequenceError and PositionError.
+        """
+        return None
+
+    def write_image(self, image: KvImage) -> ImageWriter | None:  # noqa: ARG002  # the default refuses
+        """What opens sequences and brings their K/V in, or None (the default) where that cannot be had.
+
+        Their cells are taken when it returns. Raises InputError for an image that cannot be one of this executor,
+        PoolFullError and other refusals, with nothing changed.
+        """
         return None
 
     # ---- steps

@@ -12,6 +12,9 @@ struct ggml_backend_buffer;
 struct llama_model;
 struct llama_vocab;
 struct llama_sampler;
+struct llama_context;
+struct llama_memory_i;
+struct llama_sampler_seq_config;
 struct llama_model_tensor_buft_override;
 struct llama_model_kv_override;
 typedef struct ggml_backend_buffer_type * ggml_backend_buffer_type_t;
@@ -84,6 +87,7 @@ struct ggml_backend_dev_props {
 /* ---- callbacks ---- */
 typedef void (*ggml_abort_callback_t)(const char * error_message);
 typedef bool (*ggml_abort_callback)(void * data);
+typedef bool (*ggml_backend_sched_eval_callback)(struct ggml_tensor * t, bool ask, void * user_data);
 typedef void (*ggml_log_callback)(enum ggml_log_level level, const char * text, void * user_data);
 typedef bool (*llama_progress_callback)(float progress, void * user_data);
 
@@ -336,3 +340,85 @@ struct llama_sampler * llama_sampler_init_dry(const struct llama_vocab * vocab, 
                                               int32_t dry_allowed_length, int32_t dry_penalty_last_n, const char ** seq_breakers,
                                               size_t num_breakers);
 struct llama_sampler * llama_sampler_init_logit_bias(int32_t n_vocab, int32_t n_logit_bias, const llama_logit_bias * logit_bias);
+
+/* ==== libllama: llama.h (models and contexts) ==== */
+typedef int32_t llama_pos;
+typedef int32_t llama_seq_id;
+typedef struct llama_memory_i * llama_memory_t;
+enum llama_rope_type {
+    LLAMA_ROPE_TYPE_NONE = -1, LLAMA_ROPE_TYPE_NORM = 0, LLAMA_ROPE_TYPE_NEOX = 2, LLAMA_ROPE_TYPE_MROPE = 8,
+    LLAMA_ROPE_TYPE_IMROPE = 40, LLAMA_ROPE_TYPE_VISION = 24
+};
+typedef struct llama_batch {
+    int32_t n_tokens;
+    llama_token * token;
+    float * embd;
+    llama_pos * pos;
+    int32_t * n_seq_id;
+    llama_seq_id ** seq_id;
+    int8_t * logits;
+} llama_batch;
+struct llama_context_params {
+    uint32_t n_ctx;
+    uint32_t n_batch;
+    uint32_t n_ubatch;
+    uint32_t n_seq_max;
+    uint32_t n_rs_seq;
+    uint32_t n_outputs_max;
+    uint32_t n_outputs_max_per_seq;
+    int32_t n_threads;
+    int32_t n_threads_batch;
+    int ctx_type;
+    int rope_scaling_type;
+    int pooling_type;
+    int attention_type;
+    int flash_attn_type;
+    float rope_freq_base;
+    float rope_freq_scale;
+    float yarn_ext_factor;
+    float yarn_attn_factor;
+    float yarn_beta_fast;
+    float yarn_beta_slow;
+    uint32_t yarn_orig_ctx;
+    float defrag_thold;
+    ggml_backend_sched_eval_callback cb_eval;
+    void * cb_eval_user_data;
+    enum ggml_type type_k;
+    enum ggml_type type_v;
+    ggml_abort_callback abort_callback;
+    void * abort_callback_data;
+    bool embeddings;
+    bool offload_kqv;
+    bool no_perf;
+    bool op_offload;
+    bool swa_full;
+    bool kv_unified;
+    struct llama_sampler_seq_config * samplers;
+    size_t n_samplers;
+    struct llama_context * ctx_other;
+};
+
+const char * llama_version(void);
+size_t llama_max_parallel_sequences(void);
+struct llama_model * llama_model_load_from_splits(const char ** paths, size_t n_paths, struct llama_model_params params);
+int32_t llama_model_n_ctx_train(const struct llama_model * model);
+int32_t llama_model_n_embd_inp(const struct llama_model * model);
+int32_t llama_model_n_layer(const struct llama_model * model);
+int32_t llama_model_n_swa(const struct llama_model * model);
+enum llama_rope_type llama_model_rope_type(const struct llama_model * model);
+bool llama_model_has_encoder(const struct llama_model * model);
+bool llama_model_is_recurrent(const struct llama_model * model);
+bool llama_model_is_hybrid(const struct llama_model * model);
+
+struct llama_context_params llama_context_default_params(void);
+struct llama_context * llama_init_from_model(struct llama_model * model, struct llama_context_params params);
+void llama_free(struct llama_context * ctx);
+uint32_t llama_n_ctx(const struct llama_context * ctx);
+int32_t llama_decode(struct llama_context * ctx, struct llama_batch batch);
+float * llama_get_logits(struct llama_context * ctx);
+
+llama_memory_t llama_get_memory(const struct llama_context * ctx);
+bool llama_memory_seq_rm(llama_memory_t mem, llama_seq_id seq_id, llama_pos p0, llama_pos p1);
+void llama_memory_seq_cp(llama_memory_t mem, llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1);
+llama_pos llama_memory_seq_pos_min(llama_memory_t mem, llama_seq_id seq_id);
+llama_pos llama_memory_seq_pos_max(llama_memory_t mem, llama_seq_id seq_id);

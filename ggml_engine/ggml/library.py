@@ -25,7 +25,7 @@ from ggml_engine.errors import LibraryError
 from ggml_engine.ggml import amx
 from ggml_engine.ggml._bindings import ffi
 
-__all__ = ["CHECKED_VERSIONS", "Libraries", "ffi", "load", "restore_log", "running_graph"]
+__all__ = ["CHECKED_VERSIONS", "Libraries", "captured_log", "ffi", "load", "restore_log", "running_graph"]
 
 # ggml release -> the llama-cpp-python that ships it
 CHECKED_VERSIONS = {"0.25.3": "0.3.36"}
@@ -155,6 +155,35 @@ class _NativeLog:
         if line := self._pending.rstrip():
             log.log(level, "%s", line)
         self._pending = ""
+
+
+class _Capture(logging.Filter):
+    """Takes what one thread's native calls complain of out of the log; `reason` is the first error among it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+        self.reason = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.thread != self._thread or record.levelno < logging.WARNING:
+            return True
+        message = record.getMessage()
+        if record.levelno >= logging.ERROR:
+            self.reason = self.reason or message
+        log.debug("%s", message)
+        return False
+
+
+@contextlib.contextmanager
+def captured_log() -> Iterator[_Capture]:
+    """For calls whose failure becomes an error of ours: what they log on this thread is that error's reason."""
+    capture = _Capture()
+    log.addFilter(capture)
+    try:
+        yield capture
+    finally:
+        log.removeFilter(capture)
 
 
 _native_log = _NativeLog()

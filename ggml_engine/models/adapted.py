@@ -33,12 +33,8 @@ class AdaptedProducts:
         """y f32 [out, tokens], which is the weight of this name times x, with what the adapters add."""
         return self._add(y, weight, lambda a: self._b.mul_mat(a, x), self._b.mul_mat)
 
-    def add_to_experts(self, y: Tensor, weight: str, x: Tensor, chosen: Tensor) -> Tensor:
-        """The same of the products with chosen experts, f32 [out, used, tokens]."""
-
-        def multiply(experts: Tensor, with_what: Tensor) -> Tensor:
-            return self._b.mul_mat_id(experts, with_what, chosen)
-
+    def add_to_experts(self, y: Tensor, weight: str, x: Tensor, multiply: Multiply) -> Tensor:
+        """The same of products with chosen experts, f32 [out, used, tokens], as `multiply` makes them."""
         return self._add(y, weight, lambda a: multiply(a, x), multiply)
 
     def add_to_rows(self, y: Tensor, weight: str, ids: Tensor) -> Tensor:
@@ -69,6 +65,10 @@ class AdaptedProducts:
             yield tensor, np.full(width, self._adapters[i].factor(scales[i], rank), np.float32)
 
 
-def max_nodes(adapters: Sequence[Adapter]) -> int:
-    """Tensors of a graph that adapters add, at most: inputs included, each pair used once."""
-    return sum((NODES_PER_PAIR + 1) * len(adapter.pairs) for adapter in adapters)
+def max_nodes(adapters: Sequence[Adapter], n_apart: int = 0) -> int:
+    """Tensors of a graph that adapters add, at most: inputs included, each pair used once.
+
+    `n_apart` are those that a product with experts takes beyond one.
+    """
+    pairs = [pair for adapter in adapters for pair in adapter.pairs.values()]
+    return (NODES_PER_PAIR + 1) * len(pairs) + 2 * n_apart * sum(pair.a.ne[2] > 1 for pair in pairs)

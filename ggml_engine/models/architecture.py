@@ -6,7 +6,7 @@ And the weights that most of them ask for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ggml_engine.ggml.ops import Tensor
 from ggml_engine.models.blocks import ModelGraph
@@ -86,6 +86,12 @@ def attention_weights(
     return specs + matrix(
         "attn_output", (n_mixed, hp.n_embd), il, bias=biases if output_bias is None else output_bias
     )  # fmt: skip
+
+
+def with_biases(specs: Sequence[TensorSpec], *weights: str) -> list[TensorSpec]:
+    """The same, but that the biases of these weights must be there."""
+    needed = tuple(f"{weight}.bias" for weight in weights)
+    return [replace(spec, required=True) if spec.name.endswith(needed) else spec for spec in specs]
 
 
 def head_norms(hp: Hyperparameters, il: int, *, required: bool = True, own_weights: bool = False) -> list[TensorSpec]:

@@ -88,7 +88,7 @@ def attend(
         return b.reshape(mixed, mixed.ne[0] * n_head, n_tokens, name=f"{name}.kqv_out")
     if rows.join:
         rows = _joined(b, rows)
-    scores = _concat(b, [_score(b, k, q, name) for k in rows.k], 0)
+    scores = b.concat_all([_score(b, k, q, name) for k in rows.k], 0)
     if softcap > 0:
         scores = b.scale(b.tanh(b.scale(scores, 1.0 / softcap)), softcap, f"{name}.kq_capped")
     weights = b.soft_max(scores, rows.mask, scale, f"{name}.kq_soft_max", sinks=sinks)  # [rows, tokens, heads]
@@ -145,14 +145,6 @@ def _flash(
 def _joined(b: GraphBuilder, rows: KvRows) -> KvRows:
     if len(rows.k) == 1:
         return rows
-    k = _concat(b, rows.k, 1)
-    v = _concat(b, rows.v, 0 if rows.v_is_columns else 1)
+    k = b.concat_all(rows.k, 1)
+    v = b.concat_all(rows.v, 0 if rows.v_is_columns else 1)
     return replace(rows, k=[k], v=[v])
-
-
-def _concat(b: GraphBuilder, parts: Sequence[Tensor], dim: int) -> Tensor:
-    """All parts in their order; neighbours are joined in pairs, so that an element is copied log2(parts) times."""
-    while len(parts) > 1:
-        pairs = [b.concat(parts[i], parts[i + 1], dim) for i in range(0, len(parts) - 1, 2)]
-        parts = pairs if len(parts) % 2 == 0 else [*pairs, parts[-1]]
-    return parts[0]

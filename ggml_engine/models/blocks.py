@@ -46,6 +46,7 @@ class ModelGraph:
     kv: KvStore
     form: AttentionForm
     prepared: PreparedRows | None = None
+    rows_apart: bool = False  # a token's bits must not depend on what the others are
     adapted: AdaptedProducts | None = None
 
     def weight(self, name: str) -> Tensor:

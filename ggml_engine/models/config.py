@@ -16,13 +16,16 @@ from ggml_engine.models.sizes import Sizes
 class KvLayer:
     """What one layer keeps per cell: elements of K and V over `n_head` heads.
 
-    `window` is how far back its queries see (0 = everything).
+    `window` is how far back its queries see (0 = everything); with `is_chunked` it does not slide, but is the chunk of
+    so many positions that a query is in. `v_in_k`: V is the first `n_embd_v` elements of K.
     """
 
     n_embd_k: int
     n_embd_v: int
     window: int = 0
     n_head: int = 1
+    v_in_k: bool = False
+    is_chunked: bool = False
 
     @property
     def head_k(self) -> int:
@@ -46,6 +49,7 @@ class Hyperparameters(Sizes):
     max_positions: int = 0  # a sequence cannot get longer: there is a vector for each position; 0: for any
     n_ctx_long: int = 0  # with a longer context the long factors of rotation apply; 0: there are none
     window: tuple[int, ...]
+    has_chunks: bool = False  # windows are chunks of positions, and do not slide
     attention_scale: float
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
@@ -53,6 +57,7 @@ class Hyperparameters(Sizes):
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     experts: Experts | None = None
+    v_in_k: bool = False  # V is the first part of each K, of one head
     kv_source: tuple[int, ...] = ()  # whose K and V a layer reads; empty: each its own
     own: object = None  # what nobody but the architecture's own file reads
 
@@ -76,6 +81,8 @@ class Hyperparameters(Sizes):
                 self.n_head_kv[il] * self.n_embd_head_v[il],
                 self.window[il],
                 self.n_head_kv[il],
+                self.v_in_k,
+                self.has_chunks and self.window[il] > 0,
             )
             for il in self.kv_owners()
         )

@@ -90,9 +90,14 @@ def load_model(
     return Model(file, architecture, hp, weights, libraries, backends, layer_backends, n_offloaded)
 
 
-def _offloaded_layers(device: Device, gpu_layers: int | None, n_layer: int) -> int:
+def check_gpu_layers(gpu_layers: int | None) -> None:
+    """Raises OptionError for what is no number of layers."""
     if gpu_layers is not None and (isinstance(gpu_layers, bool) or not isinstance(gpu_layers, int) or gpu_layers < 0):
         raise OptionError(f"gpu_layers must be 0 or more, asked for {gpu_layers!r}")
+
+
+def _offloaded_layers(device: Device, gpu_layers: int | None, n_layer: int) -> int:
+    check_gpu_layers(gpu_layers)
     if device.kind == "cpu":
         return 0
     return n_layer + 1 if gpu_layers is None else min(gpu_layers, n_layer + 1)

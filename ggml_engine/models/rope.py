@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ggml_engine.errors import GraphError, HyperparameterError
+from ggml_engine.ggml.gguf import GGUFArray
 from ggml_engine.ggml.ops import Rope
 from ggml_engine.models.metadata import MetadataReader, positive
 from ggml_engine.models.sizes import Sizes
@@ -19,6 +20,7 @@ from ggml_engine.models.sizes import Sizes
 # below this, scaled positions leave what an f32 holds exactly, and YaRN's growth comes near zero
 _MIN_SCALING = 1e-3
 _SCALING_RULE = "0 (none) or above 0.001"
+_MAX_LOG_MULTIPLIER = 1000.0
 
 
 def read_rope(
@@ -51,9 +53,36 @@ def read_rope(
     return rope
 
 
+def read_log_multiplier(reader: MetadataReader) -> float:
+    """YaRN's for all dimensions; 0 where the file has none."""
+    rule = f"0 (none) to {_MAX_LOG_MULTIPLIER:g}"
+    return reader.number("rope.scaling.yarn_log_multiplier", lambda value: 0 <= value <= _MAX_LOG_MULTIPLIER, rule, 0.0)
+
+
 def read_original_context(reader: MetadataReader, sizes: Sizes) -> int:
     """The length that the model was trained with before its context was scaled."""
     return reader.integer("rope.scaling.original_context_length", 1, 2**31 - 1, sizes.n_ctx_train)
+
+
+def rotates_by_sections(reader: MetadataReader) -> bool:
+    """Whether dimensions are rotated by time, height and width in turn (Wang et al. 2024, arXiv:2409.12191).
+
+    The three are one for text, which makes of it the rotation of mode NEOX. Raises HyperparameterError for sections
+    that are not four sizes, or of which the fourth, which text does not count, is not 0.
+    """
+    name = "rope.dimension_sections"
+    if name not in reader:
+        return False
+    value = reader.file.metadata[reader.key(name)]
+    if not isinstance(value, GGUFArray) or len(value) != 4:
+        found = f"has {len(value)}" if isinstance(value, GGUFArray) else f"is {value!r}"
+        raise HyperparameterError(reader.key(name), f"four sizes are needed, {found}")
+    sections = reader.per_layer(name, 4, 0, 1 << 16)
+    if not (sections[0] and sections[1]):
+        return False
+    if sections[3]:
+        raise HyperparameterError(reader.key(name), f"the fourth must be 0, they are {list(sections)}")
+    return True
 
 
 def read_long_context(reader: MetadataReader, sizes: Sizes) -> int:

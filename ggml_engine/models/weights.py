@@ -205,7 +205,8 @@ def _probe(builder: GraphBuilder, weight: Tensor, role: Role) -> Tensor:
     if role is Role.ROWS:
         return builder.get_rows(weight, builder.new_tensor("ids", TensorType.I32, _PROBE_TOKENS))
     if role is Role.MATMUL:
-        return builder.mul_mat(weight, builder.new_tensor("x", TensorType.F32, weight.ne[0], _PROBE_TOKENS))
+        x = builder.new_tensor("x", TensorType.F32, weight.ne[0], _PROBE_TOKENS, *weight.ne[2:])
+        return builder.mul_mat(weight, x)
     if role is Role.ROPE_FACTORS:
         n_dims = 2 * weight.ne[0]
         x = builder.new_tensor("x", TensorType.F32, n_dims, 1, _PROBE_TOKENS)

@@ -16,15 +16,20 @@ from ggml_engine.pool.compaction import Move
 from ggml_engine.pool.kv_pool import GgmlKvPool, check_memory
 from ggml_engine.pool.kv_types import KvFormat
 from ggml_engine.pool.sequence_cache import SequenceCache
+from ggml_engine.pool.window import Window
 
 
-def _windows(layers: Sequence[KvLayer]) -> list[int]:
-    return sorted({layer.window for layer in layers})
+def _window(layer: KvLayer) -> Window:
+    return Window(layer.window, layer.is_chunked)
+
+
+def _windows(layers: Sequence[KvLayer]) -> list[Window]:
+    return sorted({_window(layer) for layer in layers})
 
 
 def _window_of_layer(layers: Sequence[KvLayer]) -> tuple[int, ...]:
     windows = _windows(layers)
-    return tuple(windows.index(layer.window) for layer in layers)
+    return tuple(windows.index(_window(layer)) for layer in layers)
 
 
 class GgmlCellCache(CellCache):

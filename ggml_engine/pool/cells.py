@@ -29,6 +29,7 @@ from ggml_engine.pool.arguments import checked_count, checked_int, checked_integ
 from ggml_engine.pool.cell_table import CellTable
 from ggml_engine.pool.compaction import Move, plan_move
 from ggml_engine.pool.read_plan import ReadGeometry, VisibleCells, WindowRead, plan_read, plan_read_by_position
+from ggml_engine.pool.window import Window
 
 # Cells are indices of rows, which ggml takes as i32.
 _MAX_CELLS = 2**31 - 1
@@ -97,6 +98,11 @@ class _Sequence:
             table[: self.n_cells] = self.cells
             self._table = table
 
+    def begin_with(self, cells: npt.NDArray[np.int32]) -> None:
+        """Makes these its first cells; it has none, and room was reserved."""
+        self._table[: cells.size] = cells
+        self.n_cells = cells.size
+
     def append(self, cell: int, n: int) -> None:
         """Adds the cells `cell`, `cell + 1`, ...; room was reserved."""
         self._table[self.n_cells : self.n_cells + n] = np.arange(cell, cell + n, dtype=np.int32)
@@ -116,18 +122,18 @@ class _Extension:
 class CellCache:
     """Many sequences over one pool of cells, without a tensor: implements `BatchControl`, and plans steps.
 
-    `capacity` is in cells and is rounded up to a whole run. `windows` are the distinct windows of the model's layers in
-    tokens, 0 for layers that see everything. `run` is the alignment of cells (a position's cell is congruent to it
-    modulo `run`: that makes results independent of placement), `read_block` is what reads are rounded to; one of the
-    two divides the other. `by_position` reads every sequence's cells in the order of its positions, in a section of its
-    own: results are then independent of placement to the bit, and shared cells are read once per sequence. Raises
-    OptionError for values that are not possible, before anything is allocated.
+    `capacity` is in cells and is rounded up to a whole run. `windows` are the distinct windows of the model's layers; a
+    number is a sliding one of so many tokens, 0 for layers that see everything. `run` is the alignment of cells (a
+    position's cell is congruent to it modulo `run`: that makes results independent of placement), `read_block` is what
+    reads are rounded to; one of the two divides the other. `by_position` reads every sequence's cells in the order of
+    its positions, in a section of its own: results are then independent of placement to the bit, and shared cells are
+    read once per sequence. Raises OptionError for values that are not possible, before anything is allocated.
     """
 
     def __init__(
         self,
         capacity: int,
-        windows: Sequence[int] = (0,),
+        windows: Sequence[int | Window] = (0,),
         *,
         run: int = 64,
         read_block: int = 256,
@@ -136,7 +142,7 @@ class CellCache:
         capacity = checked_option(capacity, "capacity", 1)
         run = checked_option(run, "run", 1)
         read_block = checked_option(read_block, "read_block", 1)
-        self._windows = tuple(checked_option(window, "a window", 0) for window in windows)
+        self._windows = tuple(_checked_window(window) for window in windows)
         if not self._windows or len(set(self._windows)) < len(self._windows):
             raise OptionError(f"windows must be distinct and at least one, got {self._windows}")
         if run % read_block and read_block % run:
@@ -224,7 +230,7 @@ class CellCache:
     # The planner's face.
 
     @property
-    def windows(self) -> tuple[int, ...]:
+    def windows(self) -> tuple[Window, ...]:
         """The windows that every placement has a read for, in this order."""
         return self._windows
 
@@ -395,9 +401,9 @@ class CellCache:
             n = self._table.claim_from(cell, position, end - position)
             sequence.append(cell, n)
 
-    def _visible_cells(self, extension: _Extension, window: int) -> VisibleCells:
+    def _visible_cells(self, extension: _Extension, window: Window) -> VisibleCells:
         sequence = extension.sequence
-        first_seen = max(0, sequence.length - window + 1) if window else 0
+        first_seen = max(0, window.first_seen(sequence.length))
         if self._by_position:
             first_seen -= first_seen % self.run  # so that a position's column does not depend on the step
         return VisibleCells(
@@ -532,6 +538,13 @@ def _group_by_sequence(ids: npt.NDArray[np.int64]) -> list[tuple[int, slice | np
         together = int(tokens[-1]) - first == n - 1
         groups.append((int(ordered[start]), slice(first, first + n) if together else tokens, n))
     return groups
+
+
+def _checked_window(window: int | Window) -> Window:
+    if isinstance(window, Window):
+        checked_option(window.size, "a window", 1 if window.is_chunked else 0)
+        return window
+    return Window(checked_option(window, "a window", 0))
 
 
 def _checked_position(position: int, sequence: _Sequence) -> int:

@@ -3,7 +3,8 @@
 Owns the tensors and their growth: storage starts with one row and doubles to a step's extent, bounded by a capacity in
 cells. Knows nothing of sequences, owners or masks: that is the cell cache's. K is row-major; V is row-major ("rows":
 what flash attention and gathers read) or transposed ("columns": what the matmul form reads), fixed at construction.
-Rows that no cell uses are zero, so that a masked row is finite.
+Where V is a part of K it is read out of K's rows, if it is not to be in columns or of another type. Rows that no cell
+uses are zero, so that a masked row is finite.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _COPIES_PER_GRAPH = 64
 @dataclass(frozen=True, slots=True)
 class _LayerStorage:
     k: Tensor  # [n_embd_k, rows]
-    v: Tensor  # [n_embd_v, rows], or [rows, n_embd_v] in columns
+    v: Tensor | None  # [n_embd_v, rows], or [rows, n_embd_v] in columns; None: the first n_embd_v elements of k's rows
     context: TensorContext
     buffer: Buffer
 
@@ -39,11 +40,16 @@ class _LayerStorage:
         self.context.free()
 
 
+def _stores_v(layer: KvLayer, kv_format: KvFormat) -> bool:
+    """Whether V has memory of its own."""
+    return not layer.v_in_k or kv_format.v_layout == "columns" or kv_format.v_type != kv_format.k_type
+
+
 def bytes_per_cell(layers: Sequence[KvLayer], kv_format: KvFormat) -> int:
     """Bytes of one cell over all layers."""
-    return sum(
-        kv_format.k_type.row_bytes(layer.n_embd_k) + kv_format.v_type.row_bytes(layer.n_embd_v) for layer in layers
-    )
+    n_bytes = sum(kv_format.k_type.row_bytes(layer.n_embd_k) for layer in layers)
+    stored = [layer.n_embd_v for layer in layers if _stores_v(layer, kv_format)]
+    return n_bytes + sum(kv_format.v_type.row_bytes(n_embd_v) for n_embd_v in stored)
 
 
 def check_memory(layers: Sequence[KvLayer], backends: Sequence[Backend], capacity: int, kv_format: KvFormat) -> None:
@@ -138,20 +144,26 @@ class GgmlKvPool:
         """Bytes of storage held now."""
         return self.rows * self.bytes_per_cell
 
+    @property
+    def tensors(self) -> tuple[tuple[Tensor, Tensor | None], ...]:
+        """K and V of every layer, until the pool grows; None for a V that is a part of K."""
+        return tuple((storage.k, storage.v) for storage in self._storage)
+
     def _allocate(self, rows: int) -> list[_LayerStorage]:
         made: list[_LayerStorage] = []
         try:
             for il, (layer, backend) in enumerate(zip(self.layers, self._backends, strict=True)):
                 context = TensorContext(self.libraries, 2)
-                v_shape = (rows, layer.n_embd_v) if self.format.v_layout == "columns" else (layer.n_embd_v, rows)
-                k = context.new_tensor(f"cache_k_l{il}", self.format.k_type, layer.n_embd_k, rows)
-                v = context.new_tensor(f"cache_v_l{il}", self.format.v_type, *v_shape)
+                tensors = [context.new_tensor(f"cache_k_l{il}", self.format.k_type, layer.n_embd_k, rows)]
+                if _stores_v(layer, self.format):
+                    v_shape = (rows, layer.n_embd_v) if self.format.v_layout == "columns" else (layer.n_embd_v, rows)
+                    tensors.append(context.new_tensor(f"cache_v_l{il}", self.format.v_type, *v_shape))
                 try:
-                    buffer = allocate_tensors(self.libraries, backend.buffer_type, [k, v])
+                    buffer = allocate_tensors(self.libraries, backend.buffer_type, tensors)
                 except BaseException:
                     context.free()
                     raise
-                made.append(_LayerStorage(k, v, context, buffer))
+                made.append(_LayerStorage(tensors[0], tensors[1] if len(tensors) > 1 else None, context, buffer))
         except BaseException:
             _free_all(made)
             raise
@@ -186,6 +198,8 @@ class GgmlKvPool:
 
     def _copy(self, old: _LayerStorage, new: _LayerStorage) -> None:
         for source, target in ((old.k, new.k), (old.v, new.v)):
+            if source is None or target is None:
+                continue
             raw: npt.NDArray[np.uint8] = np.empty(source.span_bytes, np.uint8)
             get_data(self.libraries, source, raw)
             if self.format.v_layout == "columns" and source is old.v:
@@ -215,9 +229,10 @@ class GgmlKvPool:
                 for source, target in combs:
                     view = _rows if self.format.v_layout == "rows" else _columns
                     k, k_copy = _rows(b, storage.k, source), _rows(b, storage.k, target)
-                    v, v_copy = view(b, storage.v, source), view(b, storage.v, target)
                     b.expand(b.copy(k, k_copy, f"blk.{il}.k_copy"))
-                    b.expand(b.copy(v, v_copy, f"blk.{il}.v_copy"))
+                    if storage.v is not None:
+                        v, v_copy = view(b, storage.v, source), view(b, storage.v, target)
+                        b.expand(b.copy(v, v_copy, f"blk.{il}.v_copy"))
             graph = Graph(b, backends, f"copy of {len(combs)} pieces of the pool")
         except BaseException:
             b.free()
@@ -228,6 +243,19 @@ class GgmlKvPool:
             graph.free()
 
     # ---- the graph's side
+
+    def k_rotation(self, layer: int) -> int | None:
+        """Size of the rotation of a layer's K and queries; None for none.
+
+        Where V is a part of K there is none of either: a mix of values goes on into a weight as it was computed.
+        """
+        kept = self.layers[layer]
+        return None if kept.v_in_k else self.format.k_rotation(kept.head_k)
+
+    def v_rotation(self, layer: int) -> int | None:
+        """Size of the rotation of a layer's V; None for none."""
+        kept = self.layers[layer]
+        return None if kept.v_in_k else self.format.v_rotation(kept.head_v)
 
     def v_row_ids(self, cells: npt.NDArray[np.int64], n_embd_v: int) -> npt.NDArray[np.int64]:
         """Where the elements of new V rows go in "columns": i64 [n_embd_v * tokens], token by token."""
@@ -241,6 +269,8 @@ class GgmlKvPool:
         """
         storage = self._storage[layer]
         b.expand(b.set_rows(storage.k, k, cells, f"blk.{layer}.k_store"))
+        if storage.v is None:
+            return
         if self.format.v_layout == "rows":
             b.expand(b.set_rows(storage.v, v, v_rows, f"blk.{layer}.v_store"))
             return
@@ -257,6 +287,10 @@ class GgmlKvPool:
         storage = self._storage[layer]
         n_head = self.layers[layer].n_head
         k = [self._row_heads(b, storage.k, n_head, comb, f"blk.{layer}.k") for comb in combs]
+        if storage.v is None:
+            shape = (self.layers[layer].n_embd_v, self.rows)
+            v = b.view(storage.k, shape, (storage.k.nb[1],), 0)
+            return k, [self._row_heads(b, v, n_head, comb, f"blk.{layer}.v") for comb in combs]
         view = self._row_heads if self.format.v_layout == "rows" else self._column_heads
         return k, [view(b, storage.v, n_head, comb, f"blk.{layer}.v") for comb in combs]
 
@@ -283,6 +317,9 @@ class GgmlKvPool:
             raise CacheError(f"cell {cell} is not stored, the pool holds rows 0 to {self.rows - 1}")
         storage = self._storage[layer]
         k = self._row(storage.k, cell)
+        if storage.v is None:
+            both = decode(k, self.format.k_type)
+            return both, both[: self.layers[layer].n_embd_v]
         if self.format.v_layout == "rows":
             return decode(k, self.format.k_type), decode(self._row(storage.v, cell), self.format.v_type)
         table = np.empty((storage.v.ne[1], storage.v.nb[1]), np.uint8)

@@ -1,7 +1,7 @@
 """Attention masks of a step: which of the rows that are read each query may see.
 
-Owns: the rule of visibility. A query at position p sees its own sequence's cells at positions q <= p and, with a window
-w > 0, only those with q > p - w (llama.cpp's standard sliding window).
+Owns: the rule of visibility. A query at position p sees its own sequence's cells at positions q <= p that its window
+does not hide (`pool/window.py`).
 Does not know: cells, owners, spans. It is told, per sequence, the mask columns of its visible cells in position order.
 Invariants: every element is written, 0 where visible and -inf elsewhere; every query sees at least itself (a row that
 is masked everywhere is NaN in ggml's softmax).
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.errors import CacheError
+from ggml_engine.pool.window import Window
 
 MaskArray: TypeAlias = npt.NDArray[np.float16] | npt.NDArray[np.float32]
 
@@ -54,19 +55,19 @@ def check_mask_array(out: MaskArray, n_tokens: int, n_rows: int) -> None:
         raise CacheError("a mask is written to a C-contiguous, writeable array")
 
 
-def fill_mask(out: MaskArray, groups: Sequence[QueryGroup], window: int) -> None:
+def fill_mask(out: MaskArray, groups: Sequence[QueryGroup], window: Window) -> None:
     """Writes the whole mask, [n_tokens, n_rows]: 0 where the query of a row sees the cell of a column, else -inf."""
     out.fill(-np.inf)
     for group in groups:
         if group.n_tokens == 1:
             # One query sees what its sequence reads, but for positions that only align the columns.
-            n_hidden = max(0, group.first_query - group.first_seen + 1 - window) if window else 0
+            n_hidden = max(0, window.first_seen(group.first_query) - group.first_seen)
             out[group.tokens, group.columns[n_hidden:]] = 0
         else:
             _fill_band(out, group, window)
 
 
-def _fill_band(out: MaskArray, group: QueryGroup, window: int) -> None:
+def _fill_band(out: MaskArray, group: QueryGroup, window: Window) -> None:
     first = int(group.columns.min())
     last = int(group.columns.max()) + 1
     positions = np.full(last - first, _NEVER, np.int32)
@@ -78,7 +79,7 @@ def _fill_band(out: MaskArray, group: QueryGroup, window: int) -> None:
         stop = min(start + _ROWS_PER_BLOCK, group.n_tokens)
         queries = np.arange(group.first_query + start, group.first_query + stop, dtype=np.int32)[:, None]
         visible = positions <= queries
-        if window > 0:
-            visible &= positions > queries - np.int32(window)
+        if window.size:
+            visible &= positions >= window.first_seen(queries)
         rows = slice(tokens[start], tokens[start] + stop - start) if contiguous else tokens[start:stop]
         out[rows, first:last] = np.where(visible, visible_value, hidden_value)

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.pool.masks import MaskArray, QueryGroup, check_mask_array, fill_mask
+from ggml_engine.pool.window import Window
 
 Cells = npt.NDArray[np.int64]
 Span = tuple[int, int]
@@ -73,13 +74,13 @@ class WindowRead:
     hold finite numbers there.
     """
 
-    window: int
+    window: Window
     spans: tuple[Span, ...]
     n_rows: int
     n_visible: int
     n_tokens: int
     _groups: tuple[QueryGroup, ...]
-    _mask_window: int
+    _mask_window: Window
 
     def rows(self) -> Cells:
         """The cell of every mask column, i64 [n_rows], ascending."""
@@ -103,8 +104,8 @@ class WindowRead:
         fill_mask(out, self._groups, self._mask_window)
 
 
-def plan_read(window: int, sequences: Sequence[VisibleCells], n_tokens: int, geometry: ReadGeometry) -> WindowRead:
-    """Plans the read of one window (0 = everything) for a step of `n_tokens` over `sequences` (at least one)."""
+def plan_read(window: Window, sequences: Sequence[VisibleCells], n_tokens: int, geometry: ReadGeometry) -> WindowRead:
+    """Plans the read of one window for a step of `n_tokens` over `sequences` (at least one)."""
     cells = np.concatenate([sequence.cells for sequence in sequences], dtype=np.int64)
     los, his = find_stretches(cells)
     distinct_los, distinct_his = merge_stretches(los, his)
@@ -127,13 +128,13 @@ def plan_read(window: int, sequences: Sequence[VisibleCells], n_tokens: int, geo
         n_visible=int((distinct_his - distinct_los).sum()),
         n_tokens=n_tokens,
         _groups=tuple(groups),
-        # Positions are below the capacity: a wider window sees everything, and this one fits an i32.
-        _mask_window=min(window, geometry.capacity),
+        # positions are below the capacity, and this one fits an i32
+        _mask_window=window.bounded(geometry.capacity),
     )
 
 
 def plan_read_by_position(
-    window: int, sequences: Sequence[VisibleCells], n_tokens: int, geometry: ReadGeometry
+    window: Window, sequences: Sequence[VisibleCells], n_tokens: int, geometry: ReadGeometry
 ) -> WindowRead:
     """Plans a read whose columns follow positions, not cells, so that sums do not depend on where the cells lie.
 
@@ -162,7 +163,7 @@ def plan_read_by_position(
         n_visible=n_visible,
         n_tokens=n_tokens,
         _groups=tuple(groups),
-        _mask_window=min(window, geometry.capacity),
+        _mask_window=window.bounded(geometry.capacity),
     )
 
 

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 from ggml_engine.errors import CacheError
 from ggml_engine.pool.cells import CellCache
+from ggml_engine.pool.window import Window
 
 
 class SequenceCache(CellCache):
     """One sequence at a time. `capacity` is in cells and windows as in `CellCache`."""
 
-    def __init__(self, capacity: int, windows: Sequence[int] = (0,), *, read_block: int = 256) -> None:
+    def __init__(self, capacity: int, windows: Sequence[int | Window] = (0,), *, read_block: int = 256) -> None:
         super().__init__(capacity, windows, run=1, read_block=read_block)
 
     def open(self) -> int:

@@ -166,24 +166,31 @@ class NaiveCells:
 
     # What queries see.
 
-    def visible(self, sequence: int, position: int, window: int) -> set[int]:
-        """The cells that a query of `sequence` at `position` sees, by definition."""
+    def visible(self, sequence: int, position: int, window: int, is_chunked: bool = False) -> set[int]:
+        """The cells that a query of `sequence` at `position` sees, by definition.
+
+        `window` is in positions, 0 for all of them; with `is_chunked` it does not slide, but is one of chunks.
+        """
         seen = set()
         for cell in range(self.capacity):
             at = self.positions[cell]
             owned = self.owners[cell] >> sequence & 1
-            if owned and at is not None and at <= position and (window == 0 or at > position - window):
+            if not owned or at is None or at > position:
+                continue
+            if window == 0 or (at // window == position // window if is_chunked else at > position - window):
                 seen.add(cell)
         return seen
 
-    def mask(self, tokens: list[int], positions: list[int], window: int, rows: list[int]) -> npt.NDArray[np.float64]:
+    def mask(
+        self, tokens: list[int], positions: list[int], window: int, rows: list[int], is_chunked: bool = False
+    ) -> npt.NDArray[np.float64]:
         """[tokens, rows] for tokens named by their sequences: 0 where the cell of a row is seen, else -inf.
 
         Raises CacheError when a query sees a cell that is not among `rows`.
         """
         mask = np.full((len(tokens), len(rows)), -np.inf)
         for i, (sequence, position) in enumerate(zip(tokens, positions, strict=True)):
-            seen = self.visible(sequence, position, window)
+            seen = self.visible(sequence, position, window, is_chunked)
             if not seen <= set(rows):
                 raise CacheError(f"sequence {sequence} at {position} sees cells that are not read: {seen - set(rows)}")
             for j, cell in enumerate(rows):

@@ -73,11 +73,8 @@ def kv_of_position(executor: GgmlExecutor, sequence: int, layer: int, position: 
     if not 0 <= position < cells.size:
         raise PositionError(f"sequence {sequence} holds {cells.size} positions, asked for {position}")
     stored = kv_of(executor, layer, int(cells[position]))
-    kv_format, shape = executor.cache.pool.format, executor.cache.pool.layers[layer]
-    return KeyValue(
-        _rotated_back(stored.k, kv_format.k_rotation(shape.head_k)),
-        _rotated_back(stored.v, kv_format.v_rotation(shape.head_v)),
-    )
+    pool = executor.cache.pool
+    return KeyValue(_rotated_back(stored.k, pool.k_rotation(layer)), _rotated_back(stored.v, pool.v_rotation(layer)))
 
 
 def _rotated_back(heads: Values, n: int | None) -> Values:

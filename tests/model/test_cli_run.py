@@ -17,6 +17,7 @@ S = str(smollm2())
 # one thread: several spin, and slow each other down where the machine is busy
 GREEDY = ("--greedy", "--threads", "1")
 STATISTICS = re.compile(
+    r"engine native: there is a graph for '\w+' models\r?\n"
     r"prompt (\d+) tokens \((\d+) reused\) \| generated (\d+) \| first token (?:[\d.]+ s|none) \| prefill [\d.]+ tokens/s"
     r" \| decode [\d.]+ tokens/s \| cells (\d+)/(\d+) \| K/V [\d.]+ of [\d.]+ MiB\n"
 )
@@ -260,3 +261,15 @@ def test_devices_and_version_work_on_the_real_libraries() -> None:
     assert re.search(rb"^CPU +cpu ", devices.stdout, re.MULTILINE)
     assert json.loads(run("devices", "--json").stdout)[-1]["memory_total"] > 0
     assert re.fullmatch(rb"ggml-engine \S.*, ggml [\d.]+, llama-cpp-python [\d.]+\n", run("--version").stdout)
+
+
+def test_libllamas_engine_gives_the_same_answer_and_says_what_it_is() -> None:
+    asked = ("run", S, "Name a colour.", *GREEDY, "-n", "12", "--attention", "matmul", "--json")
+    native, libllama = run(*asked), run(*asked, "--engine", "llama", "--ctx", "512")
+    assert (native.returncode, libllama.returncode) == (0, 0), libllama.stderr
+    results = [json.loads(native.stdout), json.loads(libllama.stdout)]
+    assert results[0]["text"] == results[1]["text"]
+    assert results[0]["tokens"] == results[1]["tokens"]
+    assert [result["model"]["engine"] for result in results] == ["native", "llama"]
+    (line,) = lines(libllama.stderr)  # it was asked for by name
+    assert re.search(r"^prompt .* \| cells \d+/512 \| K/V 11\.2 of 11\.2 MiB$", line), line

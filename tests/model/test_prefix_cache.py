@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from agent_conversation import request
 from real_models import gemma3_270m, smollm2
 
 from ggml_engine import Engine, GenConfig, Generation, Lookup, MissReason, PrefixCache, SamplerConfig, Session
@@ -85,3 +86,22 @@ def test_a_change_behind_the_window_of_gemma_3_reads_the_rest_again() -> None:  
         with engine.session() as session:
             cold = generated(session, changed)
         check_same(engine, found, changed, cold)
+
+
+def test_the_second_of_two_equal_prompts_of_2048_tokens_forwards_one_token() -> None:  # R40
+    with Engine.load(smollm2(), ctx=4096, threads=1) as engine:
+        cache = PrefixCache(1)
+        text = "\n".join(request(turn, 5) for turn in range(6))
+        prompt = engine.vocabulary.encode(text, add_special=True, parse_special=False).tolist()[:2048]
+        assert len(prompt) == 2048
+        cold = captured(engine, cache, prompt)
+        assert cold.stats.evaluated_tokens == 2048
+        before = engine.runner().stats()
+        found = cache.lookup(engine.runner(), prompt, WAIT_S)
+        assert found.session is not None
+        with found.session as session:
+            warm = generated(session, prompt[found.n_reused :])
+        assert (warm.stats.evaluated_tokens, warm.stats.reused_tokens) == (1, 2047)
+        after = engine.runner().stats()
+        assert after["prefill_tokens"] - before["prefill_tokens"] == 1  # R58
+        assert after["steps"] - before["steps"] == CONFIG.max_tokens

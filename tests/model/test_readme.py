@@ -70,7 +70,7 @@ def test_the_example_of_sessions_runs(tmp_path: Path) -> None:
 
 
 def test_the_example_of_prefixes_runs(tmp_path: Path) -> None:
-    _, _, example, _ = blocks("python")
+    _, _, example, *_ = blocks("python")
     (tmp_path / "example.py").write_text(example, encoding="utf-8")
     done = run_module("-W", "error", "example.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -80,6 +80,19 @@ def test_the_example_of_prefixes_runs(tmp_path: Path) -> None:
     assert evaluated[1][0] < evaluated[1][1] // 2  # the system message was there
     assert evaluated[2][0] == 1
     assert done.stderr == ""
+
+
+def test_the_example_of_a_restart_evaluates_one_token_the_second_time(tmp_path: Path) -> None:
+    _, _, _, example, _ = blocks("python")
+    (tmp_path / "example.py").write_text(example, encoding="utf-8")
+    for start, (loaded, is_first) in enumerate([("nothing loaded: missing", True), ("loaded 1 prefixes", False)]):
+        done = run_module("-W", "error", "example.py", cwd=tmp_path)
+        assert done.returncode == 0, (start, done.stderr)
+        assert loaded in done.stdout
+        ((n, total),) = re.findall(r"evaluated (\d+) of (\d+)", done.stdout)
+        assert int(n) == (int(total) if is_first else 1)
+        assert "['prefix-cache', 'seasons']" in done.stdout
+        assert done.stderr == ""
 
 
 def test_the_example_of_many_sequences_runs(tmp_path: Path) -> None:

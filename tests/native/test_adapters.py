@@ -373,8 +373,9 @@ class TestFingerprints:
                 each.free()
 
 
-def test_a_batch_of_sequences_of_one_adapter_equals_each_alone_in_deterministic_mode(tmp_path: Path) -> None:
-    path = write_llama(tmp_path / "m.gguf")
+@pytest.mark.parametrize("name", ["llama", "qwen2moe"])
+def test_a_batch_of_sequences_of_one_adapter_equals_each_alone_in_deterministic_mode(tmp_path: Path, name: str) -> None:
+    path = model_file(name)
     file = write_adapter(tmp_path / "a.gguf", path)
     with (
         loaded(path, threads=1) as model,

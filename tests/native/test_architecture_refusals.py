@@ -1,4 +1,4 @@
-"""Metadata that an architecture's own file checks: a value that cannot be is named before memory is taken.
+"""What an architecture's own file checks: metadata that cannot be, and biases that must be, are named at loading.
 
 What all architectures have in common is in `test_model_mutations`.
 """
@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from architecture_rows import ROWS, model_file
 from engines import loaded
-from forged_models import drop_key, set_key, taken_apart
+from forged_models import drop_key, drop_tensors, set_key, taken_apart
 
-from ggml_engine.errors import HyperparameterError
+from ggml_engine.errors import HyperparameterError, WeightError
 
 NAN, INF = float("nan"), float("inf")
 
@@ -55,3 +55,26 @@ def test_metadata_that_cannot_be_is_named(row: str, name: str, value: Any, tmp_p
     with pytest.raises(HyperparameterError) as refusal, loaded(path):
         pass
     assert refusal.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ("gpt2", "blk.2.attn_qkv.bias"),
+        ("gpt2", "position_embd.weight"),
+        ("gptneox", "blk.2.ffn_down.bias"),
+        ("phi2", "output.bias"),
+        ("phi2", "blk.2.attn_output.bias"),
+        ("starcoder2", "blk.2.ffn_up.bias"),
+        ("nemotron", "blk.2.ffn_norm.bias"),
+        ("command-r norms", "blk.63.attn_k_norm.weight"),
+        ("stablelm", "output.weight"),
+    ],
+)
+def test_tensors_that_must_be_are_named(row: str, name: str, tmp_path: Path) -> None:
+    forge = taken_apart(model_file(row))
+    drop_tensors(forge, name)
+    path = tmp_path / "model.gguf"
+    forge.write(path)
+    with pytest.raises(WeightError, match=rf"{name}.*is missing"), loaded(path):
+        pass

@@ -6,6 +6,7 @@ our matmul over V in columns against libllama without flash attention, our flash
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from libllama_sequences import SequencesOracle
 from tiny_models import VOCAB
 
 from ggml_engine.executor.executor import GgmlExecutor
+from ggml_engine.ggml.ops import wrap
 from ggml_engine.models.registry import ARCHITECTURES
 
 N_CELLS = 512
@@ -104,7 +106,9 @@ def test_every_architecture_has_a_row_that_runs(architecture: str) -> None:
 @pytest.mark.parametrize("row", NATIVE, ids=names(NATIVE))
 def test_logits_are_libllamas(beside: Beside, caplog: pytest.LogCaptureFixture) -> None:
     unused = [record.getMessage() for record in caplog.get_records("setup") if "is not used" in record.getMessage()]
-    assert not unused
+    ignored = beside.row.ignored
+    assert [text for text in unused if not ignored or not re.search(ignored, text)] == []
+    assert bool(unused) == bool(ignored)
     beside.open(0)
     beside.step("prefill", s0=40)  # past windows of 8 and the border of rope scaling at 32
     for i in range(8):
@@ -127,3 +131,17 @@ def test_logits_are_libllamas(beside: Beside, caplog: pytest.LogCaptureFixture) 
     assert np.isfinite(logits).all()
     assert logits.std() > 0.5, "flat logits would hide mistakes"
     assert np.abs(np.diff(logits, axis=0)).mean() > 0.25 * logits.std(), "logits hardly depend on the tokens"
+
+
+def test_glm4_sums_the_last_products_of_attention_and_feed_forward_in_f32() -> None:
+    """On the CPU the sums are f32 anyway; other devices may take less."""
+    with running(model_file("glm4"), capacity=64) as executor:
+        executor.forward(batch_of([(executor.open(), [5, 9])]))
+        (ready,) = executor.graphs._ready.values()
+        base, cgraph = ready.inputs._b.base, ready.inputs._b.cgraph
+        nodes = [wrap(base.ggml_graph_node(cgraph, i)) for i in range(ready.graph.n_nodes)]
+        kept = {
+            node.name for node in nodes if node.ptr.op_params[0] == base.GGML_PREC_F32 and node.name.endswith(".out")
+        }
+    assert kept >= {f"blk.{il}.{part}.out" for il in range(4) for part in ("attn_output", "ffn_down")}
+    assert "blk.0.ffn_up.out" not in kept

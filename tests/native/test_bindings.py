@@ -22,6 +22,11 @@ ENUMS_AS_INT = {
     ("llama_model_params", "split_mode"): "enum llama_split_mode",
     ("llama_model_params", "load_mode"): "enum llama_load_mode",
     ("llama_model_params", "lazy_mode"): "enum llama_lazy_mode",
+    ("llama_context_params", "ctx_type"): "enum llama_context_type",
+    ("llama_context_params", "rope_scaling_type"): "enum llama_rope_scaling_type",
+    ("llama_context_params", "pooling_type"): "enum llama_pooling_type",
+    ("llama_context_params", "attention_type"): "enum llama_attention_type",
+    ("llama_context_params", "flash_attn_type"): "enum llama_flash_attn_type",
 }
 SECTION = re.compile(r"/\* ==== lib(ggml-base|ggml|llama):")
 

@@ -13,6 +13,7 @@ from ggml_engine.cli.main import main
 from ggml_engine.errors import OptionError
 from ggml_engine.pool import cells
 from ggml_engine.pool.read_plan import WindowRead
+from ggml_engine.pool.window import Window
 from ggml_engine.reference.check import check_model
 
 OPTIONS = ("--tokens", "24", "--threads", "1")
@@ -109,7 +110,7 @@ def test_without_the_mask_the_check_fails(tiny: Path, monkeypatch, capsys) -> No
 
 def test_without_the_window_the_check_fails(tmp_path: Path, monkeypatch) -> None:
     planned = cells.plan_read
-    monkeypatch.setattr(cells, "plan_read", lambda _window, *rest: planned(0, *rest))
+    monkeypatch.setattr(cells, "plan_read", lambda _window, *rest: planned(Window(0), *rest))
     rows = check_model(write_gemma3(tmp_path / "g.gguf"), n_tokens=24, threads=1, attention="flash")
     failed = {row.way for row in rows if not row.ok}
     assert failed >= {"alone", "window 5", "batched"}

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from architecture_rows import model_file
 from engines import Logits, batch_of, executor_over, feed, loaded
 from tiny_models import F16, F32, VOCAB, write_gemma3, write_llama
 
@@ -15,13 +16,20 @@ from ggml_engine.models.model import Model
 TOKENS: list[list[int]] = np.random.default_rng(3).integers(3, VOCAB, (5, 150)).tolist()
 # Weights in floats: their kernels round by the number of rows, which is what whole tiles of rows are for.
 CASES = [("llama", F32), ("llama", F16), ("gemma3", F32), ("gemma3", F16)]
+# How many rows an expert gets depends on the batch, whatever the number of rows in a step is.
+EXPERTS = ["llama experts", "qwen3moe q4_k and q6_k", "qwen3moe q4_0", "gpt-oss mxfp4"]
 GEOMETRIES = [(64, 256), (64, 64), (128, 64)]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=[f"{kind} {types.name}" for kind, types in CASES])
+@pytest.fixture(
+    scope="module", params=[*CASES, *EXPERTS], ids=[*(f"{kind} {types.name}" for kind, types in CASES), *EXPERTS]
+)
 def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Model]:
-    path, (kind, types) = tmp_path_factory.mktemp("tiny") / "model.gguf", request.param
-    if kind == "llama":
+    path = tmp_path_factory.mktemp("tiny") / "model.gguf"
+    kind, types = (request.param, None) if isinstance(request.param, str) else request.param
+    if types is None:
+        path = model_file(kind)
+    elif kind == "llama":
         write_llama(path, types=types)
     else:
         write_gemma3(path, window=40, n_layer=3, pattern=2, types=types)

@@ -18,6 +18,7 @@ from ggml_engine import (
     OptionError,
     PrefixCache,
     SamplerConfig,
+    SavedStateError,
     Session,
     loading,
 )
@@ -153,3 +154,30 @@ def test_a_load_with_an_adapter_that_does_not_fit_leaves_nothing_behind(
     assert all(adapter.is_closed for adapter in taken)
     with load(model) as engine, pytest.raises(HyperparameterError):
         engine.load_adapter(other)
+
+
+def test_what_was_computed_with_adapters_is_not_saved(model: Path, files: list[Path], tmp_path: Path) -> None:
+    with load(model, adapters=[(files[0], 1.0)]) as engine:
+        session, plain = engine.session(), engine.session(adapters=())
+        cache = PrefixCache(4)
+        for each in (session, plain):
+            said(each)
+            snapshot = each.snapshot_async(len(PROMPT)).result(WAIT_S)
+            assert snapshot is not None
+            assert cache.insert(snapshot, PROMPT, timeout=WAIT_S)
+        with pytest.raises(SavedStateError, match="adapters"):
+            session.save(tmp_path / "saved", "talk", WAIT_S)
+        plain.save(tmp_path / "saved", "talk", WAIT_S)
+        assert engine.runner().load_session(tmp_path / "saved", "talk", WAIT_S).adapters == ()
+        assert cache.save(engine.runner(), tmp_path / "saved", timeout=WAIT_S) == 1
+        cache.clear()
+
+
+def test_libllamas_engine_takes_no_adapters(model: Path, files: list[Path]) -> None:
+    with pytest.raises(OptionError, match="native engine"):
+        Engine.load(model, engine="llama", ctx=256, adapters=[(files[0], 1.0)])
+    with Engine.load(model, engine="llama", ctx=256) as engine, load(model) as native:
+        with pytest.raises(OptionError, match="native engine"):
+            engine.load_adapter(files[0])
+        with pytest.raises(OptionError, match="native engine"):
+            engine.session(adapters=[(native.load_adapter(files[0]), 1.0)])

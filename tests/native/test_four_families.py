@@ -9,6 +9,7 @@ is soon written by a newcomer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,10 @@ from tiny_models import VOCAB, write_gemma3, write_llama
 from ggml_engine.errors import CacheError, ComputeError, InputError, PositionError, StepError, UnknownSequenceError
 from ggml_engine.executor.batch import Batch
 from ggml_engine.ggml.backends import Graph
+from ggml_engine.models.config import Hyperparameters, KvLayer
 from ggml_engine.models.model import Model
+from ggml_engine.pool.window import Window
+from ggml_engine.reference import naive
 
 MODES: dict[str, dict[str, Any]] = {
     "matmul, columns": {"attention": "matmul", "v_layout": "columns"},
@@ -188,13 +192,38 @@ class TestClones:
                     sides.check_cells()
 
 
-class TestWindows:
-    """(c) Sliding windows, also inside a prefill that is wider than the window."""
+def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows are chunks from here on, in the executor and, by definition, in what it is compared with.
 
-    @pytest.fixture(params=[1, 3, 5, 0])
-    def windowed(self, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    There is an architecture with chunks, but its chunks are of 8192 tokens.
+    """
+    kv_layers = Hyperparameters.kv_layers
+
+    def chunked(hp: Hyperparameters) -> tuple[KvLayer, ...]:
+        return tuple(replace(layer, is_chunked=layer.window > 0) for layer in kv_layers(hp))
+
+    def visible(n_tokens: int, window: int) -> np.ndarray:
+        return np.array([[q <= p and (not window or q // window == p // window) for q in range(n_tokens)]
+                         for p in range(n_tokens)])  # fmt: skip
+
+    monkeypatch.setattr(Hyperparameters, "kv_layers", chunked)
+    monkeypatch.setattr(naive, "visible", visible)
+
+
+class TestWindows:
+    """(c) Windows that slide, and chunks; also inside a prefill that is wider than the window."""
+
+    @pytest.fixture(params=[Window(1), Window(3), Window(5), Window(0), Window(6, True)], ids=str)
+    def window(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Window:
+        window: Window = request.param
+        if window.is_chunked:
+            in_chunks(monkeypatch)
+        return window
+
+    @pytest.fixture
+    def windowed(self, tmp_path: Path, window: Window) -> Path:
         """Two windowed layers around one that sees everything; 0: all do."""
-        return write_gemma3(tmp_path / "gemma3.gguf", window=request.param, pattern=[True, False, True], n_layer=3)
+        return write_gemma3(tmp_path / "gemma3.gguf", window=window.size, pattern=[True, False, True], n_layer=3)
 
     @pytest.mark.parametrize("kv", ["f32", "f16"])
     @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
@@ -221,14 +250,14 @@ class TestWindows:
             sides.step({clone: 7, a: 6})
             sides.decode([a, newcomer, clone], 3)
 
-    def test_a_read_of_a_window_holds_no_more_than_it_sees(self, windowed: Path) -> None:
+    def test_a_read_of_a_window_holds_no_more_than_it_sees(self, windowed: Path, window: Window) -> None:
         with side_by_side(windowed, capacity=96, **FROM_ONE_ROW) as sides:
             a = sides.open()
             sides.step({a: 20})
             before = sides.executor.n_rows_read
             sides.decode([a], 1)
-            windows = [window or 21 for window in sides.executor.cache.windows]  # type: ignore[attr-defined]
-            assert sides.executor.n_rows_read - before == sum(windows)
+            seen = 20 % window.size + 1 if window.is_chunked else window.size
+            assert sides.executor.n_rows_read - before == (21 + seen if window.size else 21)
 
 
 class TestRefusals:

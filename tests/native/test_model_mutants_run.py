@@ -11,6 +11,7 @@ from typing import Any
 
 import mutant_child
 import pytest
+from architecture_rows import model_file
 from tiny_models import Q8_0, write_gemma3, write_llama
 
 CONTROL = """
@@ -33,8 +34,8 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def run_mutants(model: Path, folder: Path, n_accepted: int, seed: int) -> dict[str, Any]:
-    done = run_python(mutant_child.__file__, str(model), str(folder), str(n_accepted), str(seed))
+def run_mutants(model: Path, folder: Path, n_accepted: int, seed: int, *engine: str) -> dict[str, Any]:
+    done = run_python(mutant_child.__file__, str(model), str(folder), str(n_accepted), str(seed), *engine)
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["bad"] == [], f"{found['bad']}\n{done.stderr[-4000:]}"
     return found
@@ -54,6 +55,15 @@ def test_accepted_mutants_end_by_themselves(tmp_path: Path, kind: str) -> None:
     assert found["ran"] + found["typed"] == 30
     assert found["ran"] > 10
     assert found["refused"] > 10
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "lfm2"])
+def test_mutants_that_reach_libllama_end_by_themselves(tmp_path: Path, kind: str) -> None:
+    model = model_file(kind) if kind == "lfm2" else write(tmp_path, kind)
+    found = run_mutants(model, tmp_path, 12, 1, "libllama")
+    assert found["ran"] + found["typed"] == 12
+    assert found["ran"] > 4
+    assert found["refused"] > 4
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from ggml_engine.errors import HyperparameterError, ModelError, UnsupportedArchi
 from ggml_engine.ggml.backends import Buffer
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.models.model import load_model
+from ggml_engine.pool.window import Window
 
 Change = Callable[[GGUFForge], object]
 TOKENS = [5, 9, 13, 200]
@@ -235,7 +236,7 @@ def test_a_window_of_zero_is_none(whole: dict[str, Path], tmp_path: Path) -> Non
     forge = taken_apart(whole["gemma3"])
     key("attention.sliding_window", 0)(forge)
     with running(forge.write(tmp_path / "odd.gguf"), capacity=16) as executor:
-        assert executor.cache.windows == (0,)
+        assert executor.cache.windows == (Window(0),)
         assert set(executor.model.hp.window) == {0}
 
 

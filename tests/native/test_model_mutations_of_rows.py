@@ -9,14 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 from architecture_rows import ROWS, model_file
 from engines import feed, running
 from forged_models import drop_key, drop_tensors, set_key, taken_apart
 from gguf_forge import INT32, GGUFForge
 
-from ggml_engine.errors import HyperparameterError, ModelError, UnsupportedArchitectureError, WeightError
+from ggml_engine.errors import HyperparameterError, ModelError, WeightError
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.models.model import load_model
 
@@ -67,9 +66,10 @@ CASES = [
     value("apertus", "xielu.beta", ["a"] * 4, "4 layers", "strings"),
     value("apertus", "xielu.beta", "a", "number", "'a'"),
     absent("apertus", "xielu.eps"),
-    Case("glm4", "sections of positions",
-         lambda f: set_key(f, "glm4.rope.dimension_sections", np.array([2, 1, 1, 0], np.int32)),
-         ("pictures", "text alone"), UnsupportedArchitectureError),
+    value("glm4", "rope.dimension_sections", [2, 1, 1, 1], "fourth", "[2, 1, 1, 1]"),
+    value("glm4", "rope.dimension_sections", [2, 1, 1], "four", "has 3"),
+    value("glm4", "rope.dimension_sections", [2, -1, 1, 0], "-1", element_kind=INT32),
+    value("glm4", "rope.dimension_sections", 2, "four", "is 2"),
     absent("gemma4", PATTERN),
     value("gemma4", PATTERN, 6, "each layer"),
     value("gemma4", PATTERN, [True] * 5, "6 layers", "are 5"),

@@ -9,6 +9,7 @@ import pytest
 from graphs import Bench, close, evaluate, random
 
 from ggml_engine.ggml.ops import Tensor
+from ggml_engine.ggml.ops.experts import n_tensors_apart
 from ggml_engine.ggml.tensor_types import TensorType
 
 F32, F16, I32, I64 = TensorType.F32, TensorType.F16, TensorType.I32, TensorType.I64
@@ -90,6 +91,25 @@ def test_mul_mat_id_takes_views_of_experts_and_rows() -> None:
         return bench.builder.mul_mat_id(lower, middle, bench.input(ids, I32))
 
     close(evaluate(build), product(experts[:, 4:].astype(np.float64), x[:, :, 1], ids), 3e-6)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("n_tokens", [1, 7, 8, 30])
+def test_mul_mat_id_apart_is_the_same_product_in_as_many_tensors_as_it_says(n_tokens: int, apart: bool) -> None:
+    raw = np.zeros((6 * 32, TensorType.Q6_K.block_bytes), np.uint8)
+    raw[:, :-2] = np.random.default_rng(4).integers(0, 64, (raw.shape[0], raw.shape[1] - 2))
+    raw[:, -2:] = np.frombuffer(np.float16(0.001).tobytes(), np.uint8)
+    x, probabilities = random(n_tokens, 3 if apart else 1, 256, seed=1), random(n_tokens, 6, seed=3)
+    found = []
+    for name in ("mul_mat_id", "mul_mat_id_apart"):
+        bench = Bench()
+        experts = bench.raw_input(raw, TensorType.Q6_K, 256, 32, 6)
+        ids, rows = bench.builder.top_k(bench.input(probabilities), 3), bench.input(x)
+        before = bench.builder.n_tensors
+        y = getattr(bench.builder, name)(experts, rows, ids, "product")
+        assert bench.builder.n_tensors - before <= n_tensors_apart(n_tokens)
+        found.append(bench.run(y))
+    close(found[1], found[0], 1e-5)
 
 
 def test_add_id_adds_the_rows_of_the_chosen() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -346,6 +347,19 @@ def test_a_changed_end_of_any_tensor_changes_the_fingerprint(tmp_path: Path, nam
         at = info.offset if place == "first" else info.offset + info.n_bytes - 1
     data = bytearray(path.read_bytes())
     data[at] ^= 1
+    path.write_bytes(data)
+    with loaded(path, threads=1) as model:
+        assert model.fingerprint != before
+
+
+@pytest.mark.parametrize("expert", range(8))
+def test_a_change_at_the_end_of_any_expert_changes_the_fingerprint(tmp_path: Path, expert: int) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copyfile(model_file("qwen3moe groups"), path)
+    with loaded(path, threads=1) as model:
+        before, info = model.fingerprint, model.file.tensors["blk.2.ffn_down_exps.weight"]
+    data = bytearray(path.read_bytes())
+    data[info.offset + (expert + 1) * (info.n_bytes // 8) - 1] ^= 1
     path.write_bytes(data)
     with loaded(path, threads=1) as model:
         assert model.fingerprint != before

@@ -25,6 +25,7 @@ from ggml_engine.ggml import backends
 from ggml_engine.models.model import Model
 from ggml_engine.pool import kv_pool
 from ggml_engine.pool.cells import Placement
+from ggml_engine.pool.window import Window
 
 WINDOW = 256
 N_PARKED = 8192
@@ -132,7 +133,7 @@ def assert_read_in_bounds(executor: GgmlExecutor, sequence: int, placement: Plac
     length = int(placement.positions[-1]) + 1
     cells = executor.cache.cells_of(sequence)[:length]  # type: ignore[attr-defined]
     for window, read in zip((0, WINDOW), placement.reads, strict=True):
-        assert read.window == window
+        assert read.window == Window(window)
         seen = cells[-window:]
         n_stretches = int((np.diff(seen) != 1).sum()) + 1
         assert read.n_rows <= 1.25 * seen.size + BLOCK * n_stretches

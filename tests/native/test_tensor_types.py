@@ -14,6 +14,7 @@ from ggml_engine.errors import AllocationError
 from ggml_engine.ggml import backends, library
 from ggml_engine.ggml.library import ffi
 from ggml_engine.ggml.ops import FLOAT_TYPES, MATMUL_TYPES
+from ggml_engine.ggml.ops.experts import TOGETHER_TYPES
 from ggml_engine.ggml.tensor_types import TYPES_BY_NUMBER, TensorType, describe_refusal
 
 BY_NAME = {kind.name: kind for kind in TensorType}
@@ -132,6 +133,29 @@ def test_a_weight_of_every_allowed_type_multiplies(name: str, n_columns: int) ->
     # b is rounded to the type's partner, q8_0 or q8_K at the coarsest (2e-5 of its square, 3e-4 of five sums that
     # happen to cancel); another row or scale would give one or more
     assert nmse(found, expected) < 2e-3
+
+
+@pytest.mark.parametrize("name", sorted(kind.name for kind in MATMUL_TYPES))
+def test_products_apart_do_not_depend_on_what_other_tokens_chose(name: str) -> None:
+    """For docs/determinism.md: an expert that many tokens chose gives each what it gives one alone."""
+    kind, n_expert, n_rows, n_tokens = BY_NAME[name], 3, 32, 40
+    raw = bytes_of(random(n_expert * n_rows, ROW), kind)
+    x, preference = random(n_tokens, 1, ROW, seed=1), random(n_tokens, n_expert, seed=2)
+
+    def product(tokens: slice, *, apart: bool, n_threads: int = 1) -> npt.NDArray[np.float32]:
+        bench = Bench(n_threads=n_threads)
+        b, weight = bench.builder, bench.raw_input(raw, kind, ROW, n_rows, n_expert)
+        chosen = b.top_k(bench.input(preference[tokens]), 2)
+        multiply = b.mul_mat_id_apart if apart else b.mul_mat_id
+        return bench.run(multiply(weight, bench.input(x[tokens]), chosen)).reshape(-1, 2, n_rows)
+
+    whole = product(slice(n_tokens), apart=True)
+    assert whole.tobytes() == product(slice(n_tokens), apart=True, n_threads=2).tobytes()
+    for tokens in (slice(1), slice(3, 10), slice(8), slice(11, 27)):
+        assert product(tokens, apart=True).tobytes() == whole[tokens].tobytes()
+    if kind not in TOGETHER_TYPES:
+        assert product(slice(n_tokens), apart=False).tobytes() == whole.tobytes()
+    assert nmse(product(slice(n_tokens), apart=False), whole) < 1e-6
 
 
 @pytest.mark.parametrize("name", sorted(kind.name for kind in MATMUL_TYPES))

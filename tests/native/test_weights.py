@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from architecture_rows import model_file
 from engines import executor_over, feed, loaded, running
 from forged_models import find_tensor, taken_apart
 from gguf_forge import GGUFForge
@@ -113,6 +114,23 @@ def test_products_lie_rearranged_where_ggml_has_a_form_for_them(tmp_path: Path) 
     with loaded(path, threads=1, repack=False) as model:
         assert set(buffer_types(model).values()) == {"CPU_Mapped"}
         assert model.weights.n_bytes_copied == 0
+
+
+@pytest.mark.parametrize("row", ["qwen3moe q4_0", "qwen3moe q8_0", "qwen3moe q4_k and q6_k"])
+def test_experts_lie_rearranged_where_ggml_has_a_form_for_them_and_answer_alike(row: str) -> None:
+    found = []
+    for repack in (True, False):
+        with loaded(model_file(row), threads=2, repack=repack) as model:
+            types = buffer_types(model)
+            experts = {kind for name, kind in types.items() if "_exps." in name}
+            if not repack:
+                assert experts == {"CPU_Mapped"}
+            elif row.endswith("q4_0"):  # the others have forms on some processors only
+                assert experts == {"CPU_REPACK"}
+            with executor_over(model, capacity=64) as executor:
+                found.append(feed(executor, executor.open(), list(range(5, 45))))
+    rearranged, plain = found
+    assert np.square(rearranged - plain).mean() < 1e-4 * np.square(plain).mean()
 
 
 @pytest.mark.parametrize("types", [F32, Q4_0])

@@ -29,13 +29,14 @@ class Row:
 
     `tolerance` gives the reason why logits are not libllama's bytes (then their normalised mean squared error is
     under 1e-6). `memory` is "attention" where any token can be cut off, "recurrent" or "hybrid" where it cannot, "none"
-    for encoders.
+    for encoders. `ignored` is a regular expression of tensors that libllama takes and leaves alone.
     """
 
     name: str
     model: SavedModel
     tolerance: str = ""
     memory: str = "attention"
+    ignored: str = ""
 
     @property
     def architecture(self) -> str:
@@ -67,6 +68,7 @@ def _row(
     norm: str = "rms",
     tolerance: str = "",
     memory: str = "attention",
+    ignored: str = "",
     **options: Any,
 ) -> None:
     """`norm` says which epsilon the architecture reads. A key with None is left out."""
@@ -76,7 +78,7 @@ def _row(
         architecture or name, {key: value for key, value in merged.items() if value is not None}, **options
     )
     assert name not in ROWS
-    ROWS[name] = Row(name, model, tolerance, memory)
+    ROWS[name] = Row(name, model, tolerance, memory, ignored)
 
 
 EXPERTS: dict[str, Any] = {"expert_count": 4, "expert_used_count": 2}
@@ -144,8 +146,8 @@ _row("qwen3moe tied, yarn, scales of experts, widths by layer", {**EXPERTS, **YA
 _row("qwen3moe groups", {**EXPERT_FF, **GROUPS}, architecture="qwen3moe", drop=(ATTENTION_BIASES,))
 _row("qwen3moe q4_0", EXPERT_FF, architecture="qwen3moe", drop=(ATTENTION_BIASES,), types={"weight": "Q4_0"})
 _row("qwen3moe q8_0", EXPERT_FF, architecture="qwen3moe", drop=(ATTENTION_BIASES,), types={"weight": "Q8_0"})
-_row("qwen3moe q6_k", {**EXPERT_FF, **_WIDE}, architecture="qwen3moe", drop=(ATTENTION_BIASES,),
-     types={"_exps": "Q6_K"})  # fmt: skip
+_row("qwen3moe q4_k and q6_k", {**EXPERT_FF, **_WIDE}, architecture="qwen3moe", drop=(ATTENTION_BIASES,),
+     types={"(gate|up)_exps": "Q4_K", "down_exps": "Q6_K"})  # fmt: skip
 _row("gemma", HEADS_OF_32)
 _row("gemma fused", HEADS_OF_32, architecture="gemma", drop=(ATTENTION_BIASES,), fused_qkv=True)
 _row("gemma2", {**HEADS_OF_32, **WINDOWED, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0},
@@ -243,6 +245,7 @@ _row("gpt-oss two bases, other windows", {**EXPERT_FF, **WINDOWED, "rope.freq_ba
      "attention.sliding_window_pattern": [True, True, False, True]}, architecture="gpt-oss",
      drop=(r"attn_(q|k|v)\.bias",))  # fmt: skip
 _row("glm4", {"rope.dimension_count": 8}, drop=(r"attn_output\.bias",))
+_row("glm4 sections", {"rope.dimension_count": 8, "rope.dimension_sections": [2, 1, 1, 0]}, architecture="glm4")
 _row("glm4 tied, fused, no biases", {"rope.dimension_count": 8}, architecture="glm4",
      drop=(ATTENTION_BIASES, OUTPUT), fused_qkv=True, types={"weight": "F16"})  # fmt: skip
 _row("glm4moe", {**EXPERT_FF, **DENSE_FIRST, "rope.dimension_count": 8, "expert_shared_count": 1,
@@ -346,6 +349,21 @@ _row("deepseek2 without MLA", {**_DEEPSEEK2, "attention.head_count_kv": N_HEAD, 
      drop=(*OPTIONAL_BIASES, "exp_probs_b"))  # fmt: skip
 _row("deepseek2 lite", {**_DEEPSEEK2, **_MLA, "block_count": 26, "feed_forward_length": 32,
      "expert_feed_forward_length": 32}, architecture="deepseek2", drop=(*OPTIONAL_BIASES, "exp_probs_b"))  # fmt: skip
+_row("deepseek2 temperature, gate and up of experts apart", {**_DEEPSEEK2, **_MLA, "attention.q_lora_rank": 0,
+     "attention.temperature_scale": 0.1, "attention.temperature_length": 10, "leading_dense_block_count": 3},
+     architecture="deepseek2", drop=(*OPTIONAL_BIASES, OUTPUT, "exp_probs_b", "ffn_gate_up_exps"),
+     added={f"blk.3.ffn_{part}_exps.weight": (4, 64, N_EMBD) for part in ("gate", "up")})  # fmt: skip
+_row("deepseek2 q8_0", {**_DEEPSEEK2, **_MLA, "attention.q_lora_rank": 32, "attention.key_length_mla": 40,
+     "rope.scaling.yarn_log_multiplier": 0.1, "rope.scaling.attn_factor": 1.3}, architecture="deepseek2",
+     types={"weight": "Q8_0"})  # fmt: skip
+_row("deepseek2 dense, temperature without MLA", {**_DEEPSEEK2, "attention.head_count_kv": N_HEAD,
+     "attention.key_length": 24, "attention.value_length": 16, "attention.q_lora_rank": 0,
+     "attention.temperature_scale": 0.1, "attention.temperature_length": 10, "leading_dense_block_count": 4,
+     "expert_count": 0, "expert_used_count": 0, "rope.scaling.type": "linear"}, architecture="deepseek2")  # fmt: skip
+_row("deepseek2 wide latents", {**_DEEPSEEK2, "block_count": 2, "rope.dimension_count": 64, "attention.kv_lora_rank": 64,
+     "attention.head_count_kv": 1, "attention.key_length": 128, "attention.value_length": 64,
+     "attention.key_length_mla": 80, "attention.value_length_mla": 32, "attention.q_lora_rank": 32},
+     architecture="deepseek2")  # fmt: skip
 _row("internlm2", drop=OPTIONAL_BIASES)
 _row("internlm2 fused, biases", YARN, architecture="internlm2", fused_qkv=True,
      drop=(r"attn_output\.bias", FFN_BIASES))  # fmt: skip
@@ -360,11 +378,20 @@ _row("nemotron biases", {"rope.dimension_count": 12}, architecture="nemotron", n
 _row("arcee", drop=("rope_freqs", *OPTIONAL_BIASES))
 _row("arcee tied, biases, frequency factors", architecture="arcee", drop=(OUTPUT, r"attn_output\.bias", FFN_BIASES))
 _row("apertus", {"xielu.alpha_n": [0.8, 0.6, 0.7, 0.5], "xielu.alpha_p": [0.8, 0.9, 1.1, 0.7],
-     "xielu.beta": [0.5, 0.4, 0.5, 0.6], "xielu.eps": [-1e-6] * 4}, drop=("rope_f", *OPTIONAL_BIASES))  # fmt: skip
+     "xielu.beta": [0.5, 0.4, 0.5, 0.6], "xielu.eps": [-1e-6] * 4}, drop=("rope_f", *OPTIONAL_BIASES),
+     ignored=r"attn_[qk]_norm\.bias")  # fmt: skip
 _row("apertus longrope, biases", {"xielu.alpha_n": 0.8, "xielu.alpha_p": 1.2, "xielu.beta": 0.6, "xielu.eps": -0.1,
      "rope.scaling.type": "longrope", "rope.scaling.original_context_length": BORDER}, architecture="apertus",
-     fused_qkv=True)  # fmt: skip
-_row("llama4", {**EXPERT_FF, "interleave_moe_layer_step": 2}, drop=("rope_freqs", *OPTIONAL_BIASES))
+     fused_qkv=True, ignored=r"attn_[qk]_norm\.bias")  # fmt: skip
+_LLAMA4: dict[str, Any] = {**EXPERT_FF, "interleave_moe_layer_step": 2}
+_row("llama4", _LLAMA4, drop=("rope_freqs", *OPTIONAL_BIASES))
+_row("llama4 tied, biases, factors, a base for chunks", {**_LLAMA4, "expert_used_count": 1, "block_count": 5,
+     "interleave_moe_layer_step": 1, "rope.freq_base_swa": 500.0, "attention.sliding_window": 4096,
+     "attention.sliding_window_pattern": [True, False, False, True, True]},
+     architecture="llama4", drop=(OUTPUT, r"attn_output\.bias"))  # fmt: skip
+_row("llama4 of 128 experts, dense, linear", {**_LLAMA4, "expert_count": 128, "expert_feed_forward_length": 32,
+     "interleave_moe_layer_step": 3, "rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+     architecture="llama4", drop=("rope_freqs", *OPTIONAL_BIASES))  # fmt: skip
 _row("bailingmoe", {**EXPERT_FF, "leading_dense_block_count": 0, "expert_shared_count": 1, "expert_weights_scale": 1.0,
      "expert_weights_norm": True, "rope.dimension_count": 16}, drop=OPTIONAL_BIASES)  # fmt: skip
 _row("bailingmoe scaled, not normalised", {**EXPERT_FF, "leading_dense_block_count": 1, "expert_shared_count": 2,

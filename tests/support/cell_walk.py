@@ -13,6 +13,7 @@ from naive_cells import NaiveCells
 
 from ggml_engine.errors import CacheError, PoolFullError, PositionError, StepError
 from ggml_engine.pool.cells import CellCache, Placement
+from ggml_engine.pool.window import Window
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Geometry:
     capacity: int
     run: int
     read_block: int
-    windows: tuple[int, ...]
+    windows: tuple[int | Window, ...]
 
     def build(self) -> CellCache:
         return CellCache(self.capacity, self.windows, run=self.run, read_block=self.read_block)
@@ -32,13 +33,13 @@ def n_stretches(cells: Sequence[int]) -> int:
 
 
 GEOMETRIES = (
-    Geometry(24, 1, 1, (0, 1, 3)),
-    Geometry(40, 4, 1, (0, 3, 5)),
-    Geometry(48, 4, 8, (1, 0)),
+    Geometry(24, 1, 1, (0, 1, 3, Window(3, True))),
+    Geometry(40, 4, 1, (0, 3, Window(6, True))),
+    Geometry(48, 4, 8, (1, 0, Window(1, True))),
     Geometry(61, 4, 256, (5, 3, 1, 0)),
     Geometry(30, 1, 8, (0, 5)),
     Geometry(200, 64, 8, (0, 3)),
-    Geometry(256, 64, 256, (0, 5)),
+    Geometry(256, 64, 256, (0, 5, Window(7, True))),
 )
 
 
@@ -209,16 +210,19 @@ class Walk:
         assert placement.rows_read == tuple(read.n_rows for read in placement.reads)
         assert placement.extent <= self.cache.capacity
         highest = 0
-        for window, read in zip(self.geometry.windows, placement.reads, strict=True):
-            assert read.window == window
+        assert [read.window for read in placement.reads] == list(self.cache.windows)
+        for asked, read in zip(self.geometry.windows, placement.reads, strict=True):
+            window = (asked.size, asked.is_chunked) if isinstance(asked, Window) else (asked, False)
+            assert (read.window.size, read.window.is_chunked) == window
             rows = read.rows().tolist()
             assert len(rows) == read.n_rows == sum(n for _, n in read.spans)
             assert rows == sorted(set(rows))
-            seen = set[int]().union(*(self.model.visible(s, p, window) for s, p in zip(tokens, positions, strict=True)))
+            queries = zip(tokens, positions, strict=True)
+            seen = set[int]().union(*(self.model.visible(s, p, *window) for s, p in queries))
             assert read.n_visible == len(seen)
             self._check_rows_read(read.n_rows, seen)
             highest = max(highest, rows[-1])
-            expected = self.model.mask(tokens, positions, window, rows)
+            expected = self.model.mask(tokens, positions, window[0], rows, window[1])
             for dtype in (np.float16, np.float32):
                 out = np.full((len(tokens), read.n_rows), 7, dtype)
                 read.fill_mask(out)

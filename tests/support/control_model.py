@@ -1,14 +1,14 @@
 """What the control plane must do, as lists of tokens: the oracle of the simulator.
 
 Knows no queue and no schedule. It is told which command ran, which rows a forward had and how that ended, and follows:
-who was served first, and whose generation gave way when cells ran out, are facts that it takes; what these facts lead
-to it works out by itself. `keys` of a session are what its cells must hold: tokens, and one number for each position of
+who was served first, whose generation gave way when cells ran out, and which cells a sequence owns, are facts that it
+takes; what these facts lead to it works out by itself. `keys` of a session are what its cells must hold: tokens, and one number for each position of
 a prepared input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from simulated_executor import END, FIRST_OPAQUE, SimulatedInput, is_accepted, next_token
@@ -106,8 +106,11 @@ COUNTED = ("started", "finished", "cancelled", "failed", "shutdown", "steps", "p
 class ControlModel:
     """See the module. Every method is told of one fact, and asserts that it can be."""
 
-    def __init__(self, limit: int, max_sessions: int, *, is_reserved: bool) -> None:
+    def __init__(
+        self, limit: int, max_sessions: int, cells_of: Callable[[int], set[int]], *, is_reserved: bool
+    ) -> None:
         self.limit = limit
+        self.cells_of = cells_of  # of a sequence
         self.is_reserved = is_reserved  # what is admitted cannot fail for space
         self.max_sessions = max_sessions
         self.sessions: dict[int, ModelSession] = {}  # all that ever were
@@ -117,6 +120,7 @@ class ControlModel:
         self.closing: set[int] = set()
         self.is_over = False
         self.n_evicted = 0
+        self.n_left_alone = 0  # snapshots that were passed over, since their end frees nothing
         self.n_victims = 0
         self.n_poisoned = 0
         self.most_together = 0  # sequences in one forward
@@ -168,17 +172,37 @@ class ControlModel:
         session.status = "closed"
 
     def evicted(self, sequence: int) -> None:
-        """A sequence was closed that nobody asked to close: it must be a snapshot that nobody uses."""
-        session = self.resident.pop(sequence)
-        assert session.is_snapshot, f"session {session.number} was given up, it is no snapshot"
-        assert not session.is_busy, f"snapshot {session.number} was given up while it generates"
-        older = [each.number for each in self._idle_snapshots() if each.last_use < session.last_use]
-        assert not older, f"snapshot {session.number} was given up, {older} were used longer ago"
-        session.status = "evicted"
+        """A sequence is about to be closed that nobody asked to close: a snapshot whose end is of use."""
+        session = self.resident[sequence]
+        assert session.is_snapshot, f"session {session.number} is given up, it is no snapshot"
+        assert not session.is_busy, f"snapshot {session.number} is given up while it generates"
+        of_snapshots = self._cells_of_snapshots()
+        assert of_snapshots, f"snapshot {session.number} is given up in vain: others have all cells"
+        idle = self._idle_snapshots()
+        useful = [each for each in idle if self._own_cells(each)]
+        if not useful:
+            useful = [each for each in idle if self.cells_of(each.sequence) & of_snapshots]
+        assert session in useful, f"snapshot {session.number} is given up in vain: the end of others frees cells"
+        older = [each.number for each in useful if each.last_use < session.last_use]
+        assert not older, f"snapshot {session.number} is given up, {older} were used longer ago"
         self.n_evicted += 1
+        self.n_left_alone += len(idle) - len(useful)
+        del self.resident[sequence]
+        session.status = "evicted"
 
     def _idle_snapshots(self) -> list[ModelSession]:
         return [session for session in self.resident.values() if session.is_snapshot and not session.is_busy]
+
+    def _own_cells(self, *sessions: ModelSession) -> set[int]:
+        """Cells that nobody else owns."""
+        others = [each for each in self.resident.values() if each not in sessions]
+        return self._union(sessions) - self._union(others)
+
+    def _cells_of_snapshots(self) -> set[int]:
+        return self._own_cells(*self._idle_snapshots())
+
+    def _union(self, sessions: Iterable[ModelSession]) -> set[int]:
+        return {cell for session in sessions for cell in self.cells_of(session.sequence)}
 
     def used(self, session: ModelSession) -> None:
         self._n_uses += 1
@@ -328,7 +352,7 @@ class ControlModel:
         """The forward ended."""
         if outcome == "full":
             self._was_full = True
-            self._had_snapshots = bool(self._idle_snapshots())
+            self._had_snapshots = bool(self._cells_of_snapshots())
         if outcome == "failed":
             for generation, _ in self._rows:
                 generation.due = Reason.CANCELLED if self.cancels(generation) else Reason.FAILED
@@ -412,7 +436,7 @@ class ControlModel:
         elif state.reason is Reason.FAILED:
             assert not self.is_reserved, f"generation {generation.number} failed, its cells are reserved"  # R50
             assert self._was_full, f"generation {generation.number} failed for no reason: {state.error!r}"
-            assert not self._had_snapshots, "a generation was given up while there was a snapshot"
+            assert not self._had_snapshots, "a generation was given up while snapshots alone had cells"
             self.n_victims += 1
             generation.next, generation.done = None, 0  # all of it is undone
             session.keys = list(generation.before)

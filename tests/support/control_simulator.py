@@ -107,7 +107,7 @@ class Simulation(GeneratingCallers):
         is_reserved = options.reserve == "full"
         in_runs = -(-limit // executor.run) * executor.run
         n_fit = executor.capacity // in_runs if is_reserved else options.max_sessions
-        model = ControlModel(limit, min(n_fit, options.max_sessions), is_reserved=is_reserved)
+        model = ControlModel(limit, min(n_fit, options.max_sessions), executor.owned_cells, is_reserved=is_reserved)
         super().__init__(rng, executor, core, model)
         self.n_commands = n_commands
         step, scheduler = self.core.scheduler.step, self.core.scheduler
@@ -391,7 +391,7 @@ _CALLBACK = _menu(
     rarely_stop=1,
 )  # fmt: skip
 _OUTSIDE = _menu(
-    open=10, generate=28, clone=8, snapshot=9, rewind=5, close=4, drop=3, cancel=3, drop_generation=2,
+    open=10, generate=28, clone=8, snapshot=6, park=7, rewind=5, close=4, drop=3, cancel=3, drop_generation=2,
     cancel_future=2, drop_future=1, break_forward=1, break_clone=1, break_open=1, break_rewind=1, break_close=1,
 )  # fmt: skip
 

@@ -14,7 +14,11 @@ import numpy.typing as npt
 from ggml_engine.executor import executor as executor_module
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.executor.llama import LlamaExecutor
+from ggml_engine.executor.llama_options import LlamaOptions
+from ggml_engine.executor.protocol import Executor
 from ggml_engine.ggml.gguf import GGUFFile
+from ggml_engine.ggml.llama_model import LlamaModel
 from ggml_engine.models.model import Model, load_model
 
 Logits = npt.NDArray[np.float32]
@@ -56,7 +60,7 @@ def running(path: Path, *, threads: int = 1, repack: bool = True, **options: Any
         yield executor
 
 
-def feed(executor: GgmlExecutor, sequence: int, tokens: Sequence[int], chunk: int = 512) -> Logits:
+def feed(executor: Executor, sequence: int, tokens: Sequence[int], chunk: int = 512) -> Logits:
     """Append tokens in chunks: the logits of all of them, [tokens, n_vocab]."""
     pieces = [tokens[start : start + chunk] for start in range(0, len(tokens), chunk)]
     return np.concatenate([executor.forward(Batch.of_sequence(sequence, piece, logits="all")) for piece in pieces])
@@ -69,3 +73,18 @@ def batch_of(parts: Sequence[tuple[int, Sequence[int]]], order: Sequence[int] | 
     if order is not None:
         tokens, sequences = tokens[list(order)], sequences[list(order)]
     return Batch(tokens, sequences, np.ones(tokens.size, np.bool_))
+
+
+@contextmanager
+def libllama_running(path: Path, **options: Any) -> Iterator[LlamaExecutor]:
+    """As `running`, in libllama's own context."""
+    with GGUFFile.open(path) as file:
+        model = LlamaModel.load(file, device="cpu", rehearsed=False)  # half a second that most tests do without
+        try:
+            executor = LlamaExecutor(model, LlamaOptions(**{"threads": 1, "attention": "matmul", **options}))
+            try:
+                yield executor
+            finally:
+                executor.close_all()
+        finally:
+            model.free()

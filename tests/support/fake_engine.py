@@ -55,6 +55,7 @@ class FakeEngine:
         self.config: Any = None
         self.load_options: dict[str, Any] = {}
         self.closed = False
+        self.kind, self.reason = "native", "there is a graph for 'llama' models"
         self.file = SimpleNamespace(
             path="fake.gguf", metadata={"general.name": "Fake", "general.architecture": "llama"}
         )

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,8 @@ from cell_executor import CellExecutor
 
 from ggml_engine.errors import AbortedError, UnknownSequenceError
 from ggml_engine.executor.batch import Batch
+from ggml_engine.executor.cell_image import CellImageReader, CellImageWriter, Turn
+from ggml_engine.executor.image import KvImage, Rows
 from ggml_engine.executor.prepared import Kind, PreparedInput, PreparedSlice
 from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
 from ggml_engine.pool.cells import CellCache, Placement
@@ -223,7 +226,8 @@ class FakeExecutor(CellExecutor):
     `run` 1 makes every free cell usable by every position, so that tests can count cells; 64 is the real layout. `ring`
     is the window of a layout that forgets: a clone is refused when positions of its last `ring` ones were overwritten.
     `kinds` are the prepared inputs that it accepts, those made for another fingerprint apart. `ignores_abort` is an
-    executor that hangs. `clones` False is one that cannot clone.
+    executor that hangs. `clones` False is one that cannot clone, `images` False one that gives no K/V out; an image
+    has `row_bytes` for each cell, its key and zeros.
     """
 
     def __init__(
@@ -238,6 +242,8 @@ class FakeExecutor(CellExecutor):
         fingerprint: str = "fake",
         ignores_abort: bool = False,
         clones: bool = True,
+        row_bytes: int = 8,
+        images: bool = True,
     ) -> None:
         super().__init__(CellCache(capacity, run=run), max_batch_tokens, n_vocab)
         self._ring = ring
@@ -245,6 +251,8 @@ class FakeExecutor(CellExecutor):
         self._fingerprint = fingerprint
         self._ignores_abort = ignores_abort
         self._clones = clones
+        self._images = images
+        self.rows = FakeRows(self, row_bytes)
         self._keys = np.full(self.cache.capacity, -(1 << 62), np.int64)  # what every cell holds
         self._written: dict[int, int] = {}  # sequence -> one past the highest position ever written, for the ring
         self.adapters_of: dict[int, AdapterSet] = {}
@@ -396,6 +404,28 @@ class FakeExecutor(CellExecutor):
             return True
         return max(0, upto - self._ring) >= self._written.get(sequence, 0) - self._ring
 
+    # ---- images
+
+    @property
+    def description(self) -> Mapping[str, str]:
+        return {"model": "fake", "fingerprint": self._fingerprint}
+
+    def read_image(self, parts: Sequence[tuple[int, int]]) -> CellImageReader | None:
+        with self._call("read_image"):
+            return CellImageReader(self.cache, self.rows, self._turn("read"), parts) if self._images else None
+
+    def write_image(self, image: KvImage) -> _FakeWriter | None:
+        with self._call("write_image"):
+            return _FakeWriter(self, image, self._turn("write")) if self._images else None
+
+    def _turn(self, name: str) -> Turn:
+        @contextmanager
+        def turn() -> Iterator[None]:
+            with self._call(name):
+                yield
+
+        return turn
+
     # ---- steps
 
     def accepts(self, prepared: PreparedInput) -> bool:
@@ -524,6 +554,47 @@ class FakeExecutor(CellExecutor):
             self._busy.release()
             result = results[0] if results else None
             self.calls.append(Call(name, threading.get_ident(), in_forward, n_forwards, arguments, result))
+
+
+class FakeRows:
+    """The rows of a fake executor's cells; `write_fault` breaks the next write."""
+
+    def __init__(self, executor: FakeExecutor, row_bytes: int) -> None:
+        self._executor: FakeExecutor = weakref.proxy(executor)
+        self.row_bytes = row_bytes
+        self.write_fault: BaseException | None = None
+        self.parts: list[tuple[str, int, int]] = []  # read or write, rows, forwards that had begun before it
+
+    def make_room(self, extent: int) -> None:
+        assert extent <= self._executor.capacity
+
+    def read(self, cells: npt.NDArray[np.int64]) -> Rows:
+        self.parts.append(("read", cells.size, self._executor.n_forwards))
+        rows = np.zeros((cells.size, self.row_bytes), np.uint8)
+        rows[:, :8] = self._executor._keys[cells].astype("<i8")[:, None].view(np.uint8)
+        return rows
+
+    def write(self, cells: npt.NDArray[np.int64], rows: Rows) -> None:
+        self.parts.append(("write", cells.size, self._executor.n_forwards))
+        fault, self.write_fault = self.write_fault, None
+        _raise(fault)
+        self._executor._keys[cells] = np.ascontiguousarray(rows[:, :8]).view("<i8")[:, 0]
+
+
+class _FakeWriter(CellImageWriter):
+    """Counts the sequences that it opens."""
+
+    def __init__(self, executor: FakeExecutor, image: KvImage, turn: Turn) -> None:
+        self._executor = executor
+        super().__init__(executor.cache, executor.rows, turn, image)
+        self._opened = [] if self._adoption is None else [executor._opened(each) for each in self._adoption.sequences]
+        for sequence, n in zip(self._opened, image.lengths, strict=True):
+            executor._written[sequence] = n
+
+    def _drop(self) -> None:
+        if self._adoption is not None:
+            self._executor.n_closed += len(self._adoption.sequences)
+        super()._drop()
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """Runs mutants of a model in children of a child: what the loader accepts must end by itself, never by a signal.
 
-    python mutant_child.py MODEL.gguf FOLDER N_ACCEPTED SEED
+    python mutant_child.py MODEL.gguf FOLDER N_ACCEPTED SEED [libllama]
 
 Each mutant has its own forked process, which opens, loads, prefills 8 tokens and decodes 2, within a time and an address
-space. Prints one line of JSON: how many were tried, refused, run to their end or to a typed error, and those that were not.
+space, by our graphs or in libllama's context. Prints one line of JSON: how many were tried, refused, run to their end or to a typed error, and those that were not.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ from gguf_forge import Field, Image
 from ggml_engine.errors import EngineError
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.executor.llama import LlamaExecutor
+from ggml_engine.executor.llama_options import LlamaOptions
 from ggml_engine.ggml import library
 from ggml_engine.ggml.gguf import GGUFFile
+from ggml_engine.ggml.llama_model import LlamaModel
+from ggml_engine.ggml.vocab_tables import read_tables
 from ggml_engine.models.model import load_model
 
 REFUSED, RAN, FAILED_TYPED, UNTYPED = 10, 0, 11, 12
@@ -78,6 +82,29 @@ def run_one(path: Path) -> int:
     return RAN
 
 
+def run_one_in_libllama(path: Path) -> int:
+    """The same, where libllama loads the file that we looked at."""
+    try:
+        file = GGUFFile.open(path)
+        read_tables(file)  # as `Engine.load` does first
+        model = LlamaModel.load(file, device="cpu")
+    except EngineError:
+        return REFUSED
+    try:
+        executor = LlamaExecutor(model, LlamaOptions(capacity=64, threads=1))
+        sequence = executor.open()
+        tokens = [i * 37 % model.n_vocab for i in range(N_PREFILL + N_DECODE)]
+        executor.forward(Batch.of_sequence(sequence, tokens[:N_PREFILL], logits="all"))
+        for token in tokens[N_PREFILL:]:
+            executor.forward(Batch.of_sequence(sequence, [token]))
+        executor.close_all()
+        model.free()
+        file.close()
+    except EngineError:
+        return FAILED_TYPED
+    return RAN
+
+
 def fork_one(path: Path) -> int:
     """The wait status of a forked run."""
     child = os.fork()
@@ -95,7 +122,10 @@ def fork_one(path: Path) -> int:
         os._exit(code)
 
 
-def main(model: str, folder: str, n_accepted: str, seed: str) -> None:
+def main(model: str, folder: str, n_accepted: str, seed: str, engine: str = "") -> None:
+    global run_one  # noqa: PLW0603  # a child has one
+    if engine == "libllama":
+        run_one = run_one_in_libllama
     library.load()  # opened once, here: nothing has run on it when the children are made
     image = taken_apart(Path(model)).build()
     semantic = [field for field in image.fields if not field.name.startswith("kv.tokenizer")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from control_bench import Bench, greedy
@@ -52,6 +52,17 @@ def answer(b: Bench, cache: PrefixCache, tokens: Sequence[int], n: int = 4) -> i
 def keys(cache: PrefixCache) -> list[list[int]]:
     """The tokens of the entries, the least recently used one first."""
     return [entry.tokens.tolist() for entry in cache.entries]
+
+
+def reusable(prompt: Sequence[int], known: Iterable[Sequence[int]]) -> int:
+    """How many tokens a prompt begins with, its last one left out, that one of `known` begins with, too."""
+    most = 0
+    for tokens in known:
+        n = 0
+        while n < min(len(tokens), len(prompt) - 1) and tokens[n] == prompt[n]:
+            n += 1
+        most = max(most, n)
+    return most
 
 
 class FaultyCache(PrefixCache):

@@ -135,10 +135,17 @@ class Callers:
     def snapshot(self) -> None:
         self._clone(is_snapshot=True)
 
-    def _clone(self, *, is_snapshot: bool) -> None:
+    def park(self) -> None:
+        """Close the source of a snapshot, which then has the cells alone."""
+        source = self._clone(is_snapshot=True)
+        if source is not None:
+            self._close(source)
+
+    def _clone(self, *, is_snapshot: bool) -> Session | None:
         source = self.pick()
         if source is None:
-            return self.open()
+            self.open()
+            return None
         model = self.model.sessions[source.id]
         upto = self.random.choice((None, None, self.random.randint(-1, len(model.keys) + 2), len(model.keys)))
         is_kept = self.random.random() < 0.9
@@ -173,6 +180,7 @@ class Callers:
         if is_kept:
             held.future = future
             self.hold(held)
+        return source
         return None
 
     def rewind(self) -> None:
@@ -218,11 +226,14 @@ class Callers:
     def close(self) -> None:
         session = self.pick_useless()
         if session is not None:
-            self.note(f"close {session.id}")
-            self.model.closing.add(session.id)
-            session.close()
-            if self.random.random() < 0.7:
-                del self.handles[session.id]
+            self._close(session)
+
+    def _close(self, session: Session) -> None:
+        self.note(f"close {session.id}")
+        self.model.closing.add(session.id)
+        session.close()
+        if self.random.random() < 0.7:
+            self.handles.pop(session.id, None)
 
     def drop(self) -> None:
         session = self.pick_useless()

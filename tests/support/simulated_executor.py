@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -79,7 +79,7 @@ class Watcher(Protocol):
         """A forward ends: "done", "full", "aborted" or "failed"."""
 
     def on_close(self, sequence: int) -> None:
-        """A sequence is closed."""
+        """A sequence is about to be closed."""
 
     def on_rewind_failed(self, sequence: int) -> None:
         """A rewind fails, and changes nothing."""
@@ -116,11 +116,18 @@ class SimulatedExecutor(CellExecutor):
         self.last_opened = sequence
         return sequence
 
+    def owned_cells(self, sequence: int) -> set[int]:
+        """The cells that a sequence owns."""
+        return set(self.cache.cells_of(sequence).tolist())
+
+    def count_cells(self, sequences: Iterable[int]) -> int:
+        return self.cache.count_cells(sequences)
+
     def close(self, sequence: int) -> None:
+        self._watcher.on_close(sequence)
         self.cache.close(sequence)
         self.n_closed += 1
         self.n_changes += 1
-        self._watcher.on_close(sequence)
         if self.close_fault:
             self.close_fault = False
             raise ComputeError("a close that was to fail")

@@ -21,6 +21,7 @@ from ggml_engine.errors import (
 from ggml_engine.pool import cells
 from ggml_engine.pool.cell_table import CellTable
 from ggml_engine.pool.cells import BatchControl, CellCache, Placement
+from ggml_engine.pool.window import Window
 
 
 def place(cache: CellCache, tokens: list[int]) -> Placement:
@@ -62,6 +63,10 @@ class TestConstruction:
             (64, {"windows": (-1,)}),
             (64, {"windows": (False,)}),
             (64, {"windows": (4.0,)}),
+            (64, {"windows": (Window(-1),)}),
+            (64, {"windows": (Window(4.0),)}),  # type: ignore[arg-type]
+            (64, {"windows": (Window(0, True),)}),
+            (64, {"windows": (4, Window(4))}),
             (64, {"run": 0}),
             (64, {"run": -64}),
             (64, {"read_block": 0}),

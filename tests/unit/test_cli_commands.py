@@ -21,7 +21,17 @@ HEAVY = ["numpy", "cffi", "_cffi_backend", "jinja2", "llama_cpp", "gguf", "huggi
 
 
 @pytest.mark.parametrize(
-    "args", [["--help"], ["run", "--help"], ["pull", "--help"], ["devices", "-h"], ["check", "--help"], []], ids=str
+    "args",
+    [
+        ["--help"],
+        ["run", "--help"],
+        ["batch", "--help"],
+        ["pull", "--help"],
+        ["devices", "-h"],
+        ["check", "--help"],
+        [],
+    ],
+    ids=str,
 )
 def test_help_imports_nothing_native_or_heavy(args: list[str]) -> None:
     code = f"""
@@ -38,7 +48,7 @@ def test_help_names_the_commands_and_is_code_0(capsys) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("Usage: ggml-engine [OPTIONS] COMMAND")
-    assert all(f"\n  {name} " in out for name in ("run", "pull", "devices", "check"))
+    assert all(f"\n  {name} " in out for name in ("run", "batch", "pull", "devices", "check"))
 
 
 @pytest.mark.parametrize("args", [[], ["--nonsense"], ["pull"], ["devices", "x"]], ids=str)

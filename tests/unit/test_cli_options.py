@@ -110,9 +110,12 @@ def test_choices_are_those_of_the_parts_that_take_them() -> None:
     from ggml_engine.ggml import backends
     from ggml_engine.loading import load_executor
     from ggml_engine.pool.kv_types import KV_TYPES
+    from ggml_engine.pool.registry import cache_kinds
 
+    assert set(execution_options.CACHE_KINDS) == set(cache_kinds()) - {"batched"}  # a second name of the first
     assert tuple(KV_TYPES) == execution_options.KV_TYPES
     assert typing.get_args(typing.get_type_hints(load_executor)["attention"]) == execution_options.ATTENTION_FORMS
+    assert typing.get_args(typing.get_type_hints(load_executor)["engine"]) == execution_options.ENGINES
     assert backends.MAX_THREADS == execution_options.MAX_THREADS
 
 
@@ -120,11 +123,12 @@ def test_execution_options_reach_engine_load(monkeypatch) -> None:
     engine = FakeEngine()
     monkeypatch.setattr(run_module, "load_engine", engine.load)
     args = ["--ctx", "99", "--threads", "3", "--device", "cpu", "--gpu-layers", "4", "--no-mmap", "--kv-type", "f32"]
+    args += ["--engine", "llama", "--cache-kind", "sequence"]
     assert main(["run", "m", "p", *args, "--attention", "flash", "--batch-tokens", "16", "--deterministic"]) == 0
     given = {name: engine.load_options[name] for name in execution_options.LOAD_OPTIONS}
     assert given == {
-        "ctx": 99, "threads": 3, "device": "cpu", "gpu_layers": 4, "mmap": False, "kv_type": "f32", "attention": "flash",
-        "max_batch_tokens": 16, "deterministic": True, "adapters": (),
+        "engine": "llama", "ctx": 99, "threads": 3, "device": "cpu", "gpu_layers": 4, "mmap": False, "kv_type": "f32",
+        "cache_kind": "sequence", "attention": "flash", "max_batch_tokens": 16, "deterministic": True, "adapters": (),
     }  # fmt: skip
 
 
@@ -172,6 +176,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--gpu-layers", "-1"], "--gpu-layers"),
     (["--batch-tokens", "0"], "--batch-tokens"),
     (["--kv-type", "q5_9"], "--kv-type"),
+    (["--cache-kind", "batched"], "--cache-kind"),
     (["--attention", "fast"], "--attention"),
     (["--no-such-option"], "--no-such-option"),
 ]

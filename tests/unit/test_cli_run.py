@@ -16,6 +16,8 @@ import ggml_engine.cli.run as run_module
 from ggml_engine.cli.main import main
 from ggml_engine.errors import ComputeError, ContextLengthError, GGUFError, OptionError
 
+ENGINE_LINE = "engine native: there is a graph for 'llama' models\n"
+
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
@@ -39,7 +41,7 @@ def test_text_goes_to_stdout_with_one_line_end_and_the_statistics_to_stderr(engi
     out, err = capsys.readouterr()
     assert out == "Hello there\n"
     assert err == (
-        "prompt 7 tokens (2 reused) | generated 2 | first token 0.12 s | prefill 10.0 tokens/s | "
+        f"{ENGINE_LINE}prompt 7 tokens (2 reused) | generated 2 | first token 0.12 s | prefill 10.0 tokens/s | "
         "decode 20.0 tokens/s | cells 9/64 | K/V 3.0 of 12.0 MiB\n"
     )
     assert engine.asked == [("load", "some.gguf"), ("chat", [user("hello")])]
@@ -147,7 +149,9 @@ def test_json_is_one_object_with_everything_and_the_seed_in_use(engine, capsys) 
     assert out.endswith("}\n")
     result = json.loads(out)
     assert (result["text"], result["tokens"], result["reason"]) == ("é🎉\n", [0, 1], "finished")
-    assert result["model"] == {"path": "fake.gguf", "name": "Fake", "architecture": "llama"}
+    assert result["model"] == {
+        "path": "fake.gguf", "name": "Fake", "architecture": "llama", "engine": "native",
+    }  # fmt: skip
     assert result["stats"]["prompt_tokens"] == 7
     assert result["stats"]["kv_capacity_bytes"] == 12 << 20
     assert result["stats"]["load_s"] >= 0
@@ -161,7 +165,7 @@ def test_json_is_one_object_with_everything_and_the_seed_in_use(engine, capsys) 
         False,
     )
     assert set(options) >= {"ctx", "threads", "kv_type", "max_tokens", "stop", "grammar", "parse_special"}
-    assert err.startswith("prompt 7 tokens")
+    assert err.startswith(f"{ENGINE_LINE}prompt 7 tokens")
 
 
 ERRORS: list[tuple[BaseException, str]] = [
@@ -217,8 +221,8 @@ def test_ctrl_c_stops_the_generation_prints_the_statistics_and_gives_130(engine,
     assert main(["run", "m", "hello"]) == 130
     out, err = capsys.readouterr()
     assert out == "Hel\n"
-    assert err.startswith("prompt 7 tokens")
-    assert err.count("\n") == 1
+    assert err.startswith(f"{ENGINE_LINE}prompt 7 tokens")
+    assert err.count("\n") == 2
     assert engine.closed
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -282,3 +286,10 @@ def test_a_full_disk_is_one_line_and_code_1(engine, monkeypatch, capsys) -> None
 def test_a_closed_stdout_is_no_error(engine, monkeypatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["run", "m", "hello"]) == 0
+
+
+@pytest.mark.parametrize("wanted", ["native", "llama"])
+def test_an_engine_that_was_asked_for_by_name_is_not_told_again(engine, capsys, wanted: str) -> None:
+    assert main(["run", "m", "hello", "--engine", wanted]) == 0
+    assert engine.load_options["engine"] == wanted
+    assert capsys.readouterr().err.startswith("prompt 7 tokens")

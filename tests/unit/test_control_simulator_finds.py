@@ -357,6 +357,30 @@ def generations_are_given_up_before_snapshots(patch: Patch) -> None:
 
 
 @fault
+def snapshots_are_given_up_in_vain(patch: Patch) -> None:
+    def wrong(self: Scheduler) -> SessionState | None:
+        idle = [state for state in self._sessions.values() if state.is_snapshot and state.active is None]
+        return min(idle, key=lambda state: state.last_use, default=None)
+
+    patch.setattr(Scheduler, "_snapshot_to_evict", wrong)
+
+
+@fault
+def snapshots_that_share_cells_with_each_other_keep_them(patch: Patch) -> None:
+    choose = Scheduler._snapshot_to_evict
+
+    def wrong(self: Scheduler) -> SessionState | None:
+        chosen = choose(self)
+        owners = {state.sequence for state in self._sessions.values()}
+        count = self.executor.count_cells
+        if chosen is None or count(owners - {chosen.sequence}) == count(owners):
+            return None
+        return chosen
+
+    patch.setattr(Scheduler, "_snapshot_to_evict", wrong)
+
+
+@fault
 def who_is_given_up_keeps_what_it_had(patch: Patch) -> None:
     def wrong(self: Scheduler, running: object, error: Exception) -> None:
         self._end(running, Reason.FAILED, error)  # type: ignore[arg-type]

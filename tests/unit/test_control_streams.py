@@ -17,10 +17,11 @@ from fake_text import FakeText
 
 from ggml_engine.control.generation import Generation, Reason, Update
 from ggml_engine.control.logprobs import TokenLogprobs, token_logprobs
+from ggml_engine.control.options import RunnerOptions
 from ggml_engine.control.runner import Runner
 from ggml_engine.control.session import Session
 from ggml_engine.control.step_plan import StepCost, Want, plan_step
-from ggml_engine.errors import ClosedError, InputError, WouldBlockError
+from ggml_engine.errors import ClosedError, InputError, OptionError, WouldBlockError
 
 # ---- breakpoints
 
@@ -192,6 +193,38 @@ def test_nobody_waits_for_ever(n_decodes: int, n_prefills: int) -> None:
     assert min(served) > 0
     for part in (served[:n_decodes], served[n_decodes:]):
         assert not part or max(part) - min(part) <= 64, "those that are alike are served alike"
+
+
+@pytest.mark.parametrize("n_prefills", [0, 2])
+@pytest.mark.parametrize("most", [1, 3, 7, 12])
+def test_no_more_decode_in_a_step_than_may_and_all_get_as_many_turns(most: int, n_prefills: int) -> None:
+    wants = [Want(1, 1, True)] * 7 + [Want(1000, 1000, False)] * n_prefills
+    served = [0] * 7
+    for turn in range(7 * 4):
+        taken = plan_step(wants, 64, 32, turn, most)
+        assert sum(taken[:7]) == min(most, 7)
+        assert sum(taken[7:]) == (32 if n_prefills else 0), "prefills get what they got beside all"
+        served = [before + n for before, n in zip(served, taken, strict=False)]
+    assert set(served) == {4 * min(most, 7)}
+
+
+def test_decodes_that_take_turns_come_to_the_same_tokens() -> None:
+    with bench(RunnerOptions(max_decode_sequences=2)) as b:
+        sessions = [b.open() for _ in range(5)]
+        running = b.start_together(sessions, 6)
+        for i, generation in enumerate(running, 1):
+            assert generation.wait(WAIT_S)
+            assert generation.reason is Reason.LENGTH, generation.error
+            assert generation.tokens == b.expected([i], 6)
+        rows = [sum(chunk.start > 0 for chunk in forward.chunks) for forward in b.executor.forwards]
+        assert max(rows) == 2, rows
+        assert sum(rows) == 5 * 5  # the first token of each is the prompt's
+
+
+@pytest.mark.parametrize("n", [0, -1, True, 1.5])
+def test_no_session_decoding_is_no_bound(n: object) -> None:
+    with pytest.raises(OptionError, match="max_decode_sequences must be a positive integer"):
+        RunnerOptions(max_decode_sequences=n)  # type: ignore[arg-type]
 
 
 def test_a_prompt_comes_in_although_streams_fill_every_step() -> None:

@@ -25,7 +25,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     executor.close_all = lambda: freed.append("executor")
     file: Any = SimpleNamespace(close=lambda: freed.append("file"))
     vocabulary: Any = None
-    made: Any = Engine(file, vocabulary, executor)
+    loaded: Any = SimpleNamespace(executor=executor, kind="native", reason="")
+    made: Any = Engine(file, vocabulary, loaded)
     made.freed = freed
     return made
 

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from ggml_engine.errors import CacheError
 from ggml_engine.pool.cells import CellCache, Placement
+from ggml_engine.pool.window import Window
 
-WINDOWS = (1, 3, 5, 0)
+WINDOWS = (1, 3, 5, 0, Window(1, True), Window(4, True), Window(64, True), Window(67, True))
 
 
 def extend(cache: CellCache, tokens: list[int]) -> Placement:
@@ -24,21 +25,25 @@ def extend(cache: CellCache, tokens: list[int]) -> Placement:
     return placement
 
 
-def band(n_queries: int, first: int, window: int) -> NDArray[np.bool_]:
-    """Which positions a run of queries sees, by definition: [n_queries, first + n_queries]."""
-    return np.array(
-        [
-            [q <= p and (window == 0 or q > p - window) for q in range(first + n_queries)]
-            for p in range(first, first + n_queries)
-        ]
-    )
+def sees(p: int, q: int, window: int | Window) -> bool:
+    """Whether a query at p sees the position q, by definition."""
+    if isinstance(window, Window) and window.is_chunked:
+        return q <= p and q >= (p // window.size) * window.size
+    return q <= p and (window == 0 or q > p - window)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+def band(n_queries: int, first: int, window: int | Window) -> NDArray[np.bool_]:
+    """Which positions a run of queries sees: [n_queries, first + n_queries]."""
+    return np.array([[sees(p, q, window) for q in range(first + n_queries)] for p in range(first, first + n_queries)])
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 class TestOneSequence:
     @pytest.mark.parametrize("n", [1, 2, 20, 64, 200])
-    def test_a_prefill_sees_itself_and_what_came_before(self, n: int, window: int, dtype: type) -> None:  # R71 R72
+    def test_a_prefill_sees_itself_and_what_came_before(
+        self, n: int, window: int | Window, dtype: type
+    ) -> None:  # R71 R72
         cache = CellCache(256, windows=(window,))
         placement = extend(cache, [cache.open()] * n)
         mask = mask_of(placement, dtype=dtype)
@@ -49,7 +54,7 @@ class TestOneSequence:
         assert np.isneginf(mask[mask != 0]).all()
         assert np.isneginf(mask[:, n:]).all()
 
-    def test_a_chunk_and_a_decode_step_see_the_history(self, window: int, dtype: type) -> None:  # R71 R72
+    def test_a_chunk_and_a_decode_step_see_the_history(self, window: int | Window, dtype: type) -> None:  # R71 R72
         cache = CellCache(512, windows=(window,))
         sequence = cache.open()
         extend(cache, [sequence] * 130)
@@ -64,8 +69,8 @@ class TestOneSequence:
 
 
 class TestManySequences:
-    @pytest.mark.parametrize("window", WINDOWS)
-    def test_sequences_prefilled_apart_decode_together(self, window: int) -> None:  # R72
+    @pytest.mark.parametrize("window", WINDOWS, ids=str)
+    def test_sequences_prefilled_apart_decode_together(self, window: int | Window) -> None:  # R72
         cache = CellCache(1024, windows=(window,))
         sequences = [cache.open() for _ in range(3)]
         for sequence, n in zip(sequences, (5, 70, 130), strict=True):
@@ -73,7 +78,9 @@ class TestManySequences:
         placement = extend(cache, sequences)
         rows, mask = placement.reads[0].rows(), mask_of(placement)
         for i, sequence in enumerate(sequences):
-            assert rows[mask[i] == 0].tolist() == cache.cells_of(sequence)[-window:].tolist()
+            cells = cache.cells_of(sequence).tolist()
+            expected = [cell for q, cell in enumerate(cells) if sees(len(cells) - 1, q, window)]
+            assert rows[mask[i] == 0].tolist() == expected
 
     def test_no_query_sees_a_cell_of_another_sequence_though_it_shares_its_prefix(self) -> None:  # R71
         cache = CellCache(1024)
@@ -102,13 +109,26 @@ class TestManySequences:
         sequence = cache.open()
         extend(cache, [sequence] * 1500)
         placement = extend(cache, [sequence])
-        assert [read.window for read in placement.reads] == [0, 512]
+        assert [read.window for read in placement.reads] == [Window(0), Window(512)]
         assert [read.n_visible for read in placement.reads] == [1501, 512]
         assert placement.rows_read == (1536, 768)
         assert (mask_of(placement, 1) == 0).sum() == 512
 
-    @pytest.mark.parametrize("window", [2**31, 2**40, 10_000])
-    def test_a_window_wider_than_the_pool_sees_everything(self, window: int) -> None:
+    def test_a_step_over_the_border_of_chunks_sees_both_each_query_its_own(self) -> None:
+        cache = CellCache(64, windows=(Window(8, True), 0), run=1, read_block=1)
+        sequence = cache.open()
+        extend(cache, [sequence] * 14)
+        over = extend(cache, [sequence] * 5)  # positions 14 to 18
+        assert over.reads[0].rows().tolist() == list(range(8, 19))
+        assert [(row == 0).nonzero()[0].tolist() for row in mask_of(over)] == [
+            list(range(7)), list(range(8)), [8], [8, 9], [8, 9, 10],
+        ]  # fmt: skip
+        within = extend(cache, [sequence])
+        assert within.reads[0].rows().tolist() == [16, 17, 18, 19]
+        assert within.reads[1].n_rows == 20
+
+    @pytest.mark.parametrize("window", [2**31, 2**40, 10_000, Window(2**40, True), Window(256, True)], ids=str)
+    def test_a_window_wider_than_the_pool_sees_everything(self, window: int | Window) -> None:
         cache = CellCache(256, windows=(window, 0))
         placement = extend(cache, [cache.open()] * 200)
         assert np.array_equal(mask_of(placement, 0), mask_of(placement, 1))

@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 from control_bench import Bench, bench, greedy
 from fake_executor import WAIT_S
-from prefix_bench import keys, look
+from prefix_bench import keys, look, reusable
 
 from ggml_engine.control.prefix_cache import PrefixCache
 
@@ -46,7 +46,7 @@ class Client:
         )
         assert generation.result(WAIT_S)
         assert generation.tokens == self.b.expected(prompt, REPLY), "the reply is not that of a cold run"
-        assert generation.stats.evaluated_tokens == len(prompt) - self.reusable(prompt)
+        assert generation.stats.evaluated_tokens == len(prompt) - reusable(prompt, self.known)
         assert capture.collect("conversation", WAIT_S) == (takes_prompt or self.captures == "end")
         session.close()
         if takes_prompt:
@@ -55,16 +55,6 @@ class Client:
             self.known.append([*prompt, *generation.tokens[:-1]])
         self.n_turns += 1
         return generation.tokens, generation.stats.evaluated_tokens
-
-    def reusable(self, prompt: list[int]) -> int:
-        """The longest beginning of a prompt, without its last token, that the cache has."""
-        most = 0
-        for tokens in self.known:
-            n = 0
-            while n < min(len(tokens), len(prompt) - 1) and tokens[n] == prompt[n]:
-                n += 1
-            most = max(most, n)
-        return most
 
 
 def user(turn: int) -> list[int]:

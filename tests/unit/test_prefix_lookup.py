@@ -150,7 +150,8 @@ def test_a_look_up_in_a_callback_is_an_error_at_once() -> None:  # R33
                 except WouldBlockError as error:
                     errors.append(error)
 
-        assert b.start(b.open(), PROMPT, 2, on_update=on_update).wait(WAIT_S)
+        session = b.open()
+        assert b.start(session, PROMPT, 2, on_update=on_update).wait(WAIT_S)
         assert len(errors) >= 3
         assert len(errors) % 3 == 0
         assert look(b, cache, SIX).n_reused == 5

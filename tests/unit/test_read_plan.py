@@ -181,7 +181,7 @@ class TestParkedCells:
         for _ in range(70):
             placement = extend(cache, live)
             for read in placement.reads:
-                seen = np.concatenate([cache.cells_of(s)[-(read.window or 10**6) :] for s in live])
+                seen = np.concatenate([cache.cells_of(s)[-(read.window.size or 10**6) :] for s in live])
                 assert read.n_visible == seen.size
                 n_runs = int((np.diff(np.sort(seen)) != 1).sum()) + 1
                 assert read.n_rows <= 1.25 * read.n_visible + 256 * n_runs

@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+from ggml_engine.ggml.library import ffi
 from ggml_engine.ggml.ops.shapes import ShapeOps
 from ggml_engine.ggml.ops.tensors import MATMUL_TYPES, Tensor, require, require_countable
 from ggml_engine.ggml.tensor_types import TensorType
 
 _MAX_SORTED = 2**31 - 1
+
+# The CPU multiplies rows of one expert in these types together once there are so many of them, and rounds otherwise
+# then. Weights that lie rearranged are always multiplied row by row.
+_TOGETHER_FROM = 8
+TOGETHER_TYPES = frozenset(
+    {
+        TensorType.Q2_K,
+        TensorType.Q3_K,
+        TensorType.Q4_K,
+        TensorType.Q5_K,
+        TensorType.Q6_K,
+        TensorType.IQ1_S,
+        TensorType.IQ1_M,
+        TensorType.IQ2_XXS,
+        TensorType.IQ2_XS,
+        TensorType.IQ2_S,
+        TensorType.IQ3_XXS,
+        TensorType.IQ3_S,
+        TensorType.IQ4_XS,
+    }
+)
+
+
+def n_tensors_apart(n_tokens: int) -> int:
+    """How many tensors `mul_mat_id_apart` adds to a graph at most."""
+    return 4 * -(-n_tokens // (_TOGETHER_FROM - 1))
 
 
 class ExpertOps(ShapeOps):
@@ -42,6 +69,24 @@ class ExpertOps(ShapeOps):
         require_countable("mul_mat_id", (experts.ne[2], *ids.ne))  # which rows go to which expert
         ctx = self._room("mul_mat_id", *given)
         return self._named(self.base.ggml_mul_mat_id(ctx, experts.ptr, x.ptr, ids.ptr), name)
+
+    def mul_mat_id_apart(self, experts: Tensor, x: Tensor, ids: Tensor, name: str = "") -> Tensor:
+        """As `mul_mat_id`; on a CPU no row's bits depend on which experts the other tokens chose.
+
+        In some types that takes products over so few tokens that an expert, which a token chooses at most once, never
+        gets as many rows as are multiplied together.
+        """
+        n_tokens, step = ids.ne[1], _TOGETHER_FROM - 1
+        is_rearranged = experts.ptr.extra != ffi.NULL
+        if experts.type not in TOGETHER_TYPES or is_rearranged or n_tokens <= step:
+            return self.mul_mat_id(experts, x, ids, name)
+        parts = []
+        for first in range(0, n_tokens, step):
+            n = min(step, n_tokens - first)
+            rows = self.view(x, (*x.ne[:2], n), x.nb[1:3], first * x.nb[2])
+            chosen = self.view(ids, (ids.ne[0], n), ids.nb[1:2], first * ids.nb[1])
+            parts.append(self.mul_mat_id(experts, rows, chosen, name))
+        return self.concat_all(parts, 2)
 
     def add_id(self, a: Tensor, b: Tensor, ids: Tensor, name: str = "") -> Tensor:
         """`a` f32 [n, used, tokens] plus the rows of `b` f32 [n, n_expert] at `ids` i32 [used, tokens]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from ggml_engine.ggml.library import ffi
 from ggml_engine.ggml.ops.graph_context import GraphContext
@@ -106,3 +107,11 @@ class ShapeOps(GraphContext):
         require(rows or not by_rows, "concat", "rows must be contiguous in this type", a, b)
         require_countable("concat", tuple(n + b.ne[d] if d == dim else n for d, n in enumerate(a.ne)))
         return self._named(self.base.ggml_concat(self._room("concat", a, b), a.ptr, b.ptr, dim), name)
+
+    def concat_all(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """All parts in their order; neighbours are joined in pairs, so that an element is copied log2(parts) times."""
+        require(len(parts) > 0, "concat_all", "there are no parts")
+        while len(parts) > 1:
+            pairs = [self.concat(parts[i], parts[i + 1], dim) for i in range(0, len(parts) - 1, 2)]
+            parts = pairs if len(parts) % 2 == 0 else [*pairs, parts[-1]]
+        return parts[0]

@@ -24,7 +24,7 @@ from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
 from ggml_engine.models.decoder import pre_norm_decoder
 from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32
-from ggml_engine.models.rope import read_original_context, read_rope
+from ggml_engine.models.rope import read_long_context, read_rope
 from ggml_engine.models.sizes import check_whole_heads, read_rms_eps, read_sizes
 from ggml_engine.models.weights import TensorSpec
 
@@ -49,7 +49,7 @@ def hyperparameters(reader: MetadataReader) -> Hyperparameters:
         **sizes.keywords(),
         norm_eps=read_rms_eps(reader),
         rope=(read_rope(reader, ROPE_NEOX, sizes),) * sizes.n_layer,
-        n_ctx_long=read_original_context(reader, sizes),
+        n_ctx_long=read_long_context(reader, sizes),
         window=(0,) * sizes.n_layer,
         attention_scale=inverse_sqrt_f32(sizes.n_embd_head_k[0]),
         own=tuple(Xielu(*layer) for layer in zip(*terms, strict=True)),

@@ -2,8 +2,8 @@
 
 Layers with a sliding window have heads and a rotation of their own; the last layers may read the K and V of the last
 ones that keep any; V may be K before its norm. Beside the dense feed-forward there may be experts, with a router that
-has a norm and a scale of its own, and every layer may add what a second embedding of the token holds for it. Google
-2026, ai.google.dev/gemma; the per-layer embeddings are Gemma 3n's; llama.cpp's src/models/gemma4.cpp.
+has a norm and a scale of its own, and every layer may add what a second embedding of the token holds for it, as in
+Gemma 3n. llama.cpp's src/models/gemma4.cpp.
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ def _read_kv_source(reader: MetadataReader, sizes: Sizes, windowed: Sequence[boo
     sources = list(range(sizes.n_layer))
     for il in range(n_keeping, sizes.n_layer):
         source = n_keeping - (2 if windowed[il] else 1)
-        for what, of_layer in (("a window", windowed), ("K/V heads", sizes.n_head_kv)):
+        for what, of_layer in (("another window", windowed), ("other K/V heads", sizes.n_head_kv)):
             if of_layer[source] != of_layer[il]:
-                reason = f"is {n_shared}: layer {il} would read K and V of layer {source}, which has other {what}"
-                raise HyperparameterError(reader.key(name), reason.replace("other a", "another"))
+                reason = f"is {n_shared}: layer {il} would read K and V of layer {source}, which has {what}"
+                raise HyperparameterError(reader.key(name), reason)
         sources[il] = source
     return tuple(sources) if n_keeping < sizes.n_layer else ()
 

@@ -1,4 +1,4 @@
-"""`glm4`: GLM-4-0414.
+"""`glm4`: GLM-4-0414, and the text of GLM-4.1V.
 
 Norms before and after attention and feed-forward, gate and up in one weight, half of each head rotated, attention's and
 feed-forward's last products summed in f32. GLM Team 2024, arXiv:2406.12793; llama.cpp's src/models/glm4.cpp.
@@ -8,32 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ggml_engine.errors import UnsupportedArchitectureError
-from ggml_engine.ggml.gguf import GGUFArray
-from ggml_engine.ggml.ops import ROPE_NORMAL, Tensor
+from ggml_engine.ggml.ops import ROPE_NEOX, ROPE_NORMAL, Tensor
 from ggml_engine.models.architecture import Architecture, attention_weights, embedding_and_output, matrix, norm
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
 from ggml_engine.models.decoder import sandwich_norm_decoder
 from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32
-from ggml_engine.models.rope import read_rope
+from ggml_engine.models.rope import read_rope, rotates_by_sections
 from ggml_engine.models.sizes import read_rms_eps, read_sizes
 from ggml_engine.models.weights import TensorSpec
 
 
 def hyperparameters(reader: MetadataReader) -> Hyperparameters:
-    """Read and check. Raises UnsupportedArchitectureError for the models that see pictures: they rotate otherwise."""
+    """Read and check. The models that see pictures rotate by sections, and in another order of pairs."""
     sizes = read_sizes(reader)
-    sections = reader.file.metadata.get(reader.key("rope.dimension_sections"))
-    if isinstance(sections, GGUFArray) and any(sections.numpy()[:2]):
-        raise UnsupportedArchitectureError(
-            f"{reader.file.path} rotates by sections of positions (glm4 with pictures); there is a graph for text alone"
-        )
+    mode = ROPE_NEOX if rotates_by_sections(reader) else ROPE_NORMAL
     return Hyperparameters(
         architecture="glm4",
         **sizes.keywords(),
         norm_eps=read_rms_eps(reader),
-        rope=(read_rope(reader, ROPE_NORMAL, sizes),) * sizes.n_layer,
+        rope=(read_rope(reader, mode, sizes),) * sizes.n_layer,
         window=(0,) * sizes.n_layer,
         attention_scale=inverse_sqrt_f32(sizes.n_embd_head_v[0]),
     )

@@ -1,17 +1,14 @@
 """`mistral3`: Mistral Small 3.1 and later, Ministral 3, text.
 
 As `llama`, with YaRN's betas and logarithmic multiplier from the file, and queries that grow with the logarithm of
-their position beyond the original context (Nakanishi 2025, arXiv:2501.19399). llama.cpp's src/models/mistral3.cpp.
+their position beyond the original context (`models/temperature.py`). llama.cpp's src/models/mistral3.cpp.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
-
-import numpy as np
-import numpy.typing as npt
 
 from ggml_engine.ggml.ops import ROPE_NORMAL, Rope, Tensor
 from ggml_engine.models.architecture import (
@@ -28,46 +25,25 @@ from ggml_engine.models.decoder import pre_norm_decoder
 from ggml_engine.models.expert_ffn import dense_or_expert_ffn, expert_weights
 from ggml_engine.models.experts import Gating, read_experts
 from ggml_engine.models.metadata import MetadataReader, positive
-from ggml_engine.models.rope import check_rope, read_original_context
+from ggml_engine.models.rope import check_rope, read_log_multiplier, read_original_context
+from ggml_engine.models.temperature import Temperature, read_temperature
 from ggml_engine.models.uniform import read_uniform
 from ggml_engine.models.weights import TensorSpec
-
-_MAX_LOG_MULTIPLIER = 1000.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Temperature:
-    """Queries at position p are multiplied by `scale` ln(floor(p / n_ctx_orig) + 1) + 1; `scale` 0 is none."""
-
-    scale: float
-    n_ctx_orig: int
-
-    def of_positions(self, positions: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
-        """The factors, rounded to f32 where libllama rounds."""
-        contexts = np.floor(positions.astype(np.float32) / np.float32(self.n_ctx_orig)).astype(np.float64)
-        return np.asarray(np.log(contexts + 1.0) * self.scale + 1.0, np.float32)
 
 
 def hyperparameters(reader: MetadataReader) -> Hyperparameters:
     """Read and check."""
-    log_multiplier = reader.number(
-        "rope.scaling.yarn_log_multiplier",
-        lambda value: 0 <= value <= _MAX_LOG_MULTIPLIER,
-        f"0 (none) to {_MAX_LOG_MULTIPLIER:g}",
-        0.0,
-    )
-    hp = read_uniform(reader, ROPE_NORMAL, log_multiplier=log_multiplier)
+    hp = read_uniform(reader, ROPE_NORMAL, log_multiplier=read_log_multiplier(reader))
     experts = None
     if reader.integer("expert_count", 0, 1 << 16, 0):
         experts = read_experts(
             reader, hp.n_layer, n_ff=hp.n_ff[0], gating=Gating.SOFTMAX, normalised=True, weight_scale=1.0,
         )  # fmt: skip
-    scale = reader.number("attention.temperature_scale", lambda value: value >= 0, "0 (none) or above", 0.0)
     return replace(
         hp,
         rope=(_with_betas(reader, cast("Rope", hp.rope[0])),) * hp.n_layer,
         experts=experts,
-        own=_Temperature(scale, read_original_context(reader, hp)),
+        own=read_temperature(reader, length=read_original_context(reader, hp)),
     )
 
 
@@ -92,16 +68,14 @@ def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:
 
 def graph(g: ModelGraph) -> Tensor | None:
     """Logits of the tokens that want them."""
-    temperature = cast("_Temperature", g.hp.own)
-    growth = g.of_positions("inp_attn_temperature", temperature.of_positions) if temperature.scale else None
+    temperature = cast("Temperature", g.hp.own)
     factors = g.rope_factors()
 
     def attention(g: ModelGraph, x: Tensor, il: int) -> Tensor | None:
         q, k, v = g.qkv(x, il)
         q = g.rope(q, g.hp.rope[il], f"blk.{il}.q_rope", factors)
         k = g.rope(k, g.hp.rope[il], f"blk.{il}.k_rope", factors)
-        if growth is not None:
-            q = g.b.mul(q, growth, f"blk.{il}.q_tempered")
+        q = temperature.apply(g, q, f"blk.{il}.q_tempered")
         return g.attention(il, q, k, v, g.hp.attention_scale)
 
     return pre_norm_decoder(g, attention, dense_or_expert_ffn)

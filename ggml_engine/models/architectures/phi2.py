@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ggml_engine.ggml.ops import ROPE_NEOX, Tensor
-from ggml_engine.models.architecture import Architecture, attention_weights, embedding_and_output, ffn_weights, norm
+from ggml_engine.models.architecture import (
+    Architecture,
+    attention_weights,
+    embedding_and_output,
+    ffn_weights,
+    norm,
+    with_biases,
+)
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
 from ggml_engine.models.decoder import parallel_decoder
@@ -41,7 +48,7 @@ def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:
         specs += norm(hp, "attn_norm", il, bias=True)
         specs += attention_weights(hp, il, biases=True)
         specs += ffn_weights(hp, il, biases=True)
-    return specs
+    return with_biases(specs, "output", "attn_output", "ffn_up", "ffn_down")
 
 
 def graph(g: ModelGraph) -> Tensor | None:

@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ggml_engine.ggml.ops import ROPE_NEOX, Tensor
-from ggml_engine.models.architecture import Architecture, attention_weights, embedding_and_output, ffn_weights, norm
+from ggml_engine.models.architecture import (
+    Architecture,
+    attention_weights,
+    embedding_and_output,
+    ffn_weights,
+    norm,
+    with_biases,
+)
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
 from ggml_engine.models.decoder import pre_norm_decoder
@@ -42,7 +49,7 @@ def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:
         specs += attention_weights(hp, il, biases=True)
         specs += norm(hp, "ffn_norm", il, bias=True)
         specs += ffn_weights(hp, il, biases=True)
-    return specs
+    return with_biases(specs, "attn_output", "ffn_up", "ffn_down")
 
 
 def graph(g: ModelGraph) -> Tensor | None:
