@@ -143,6 +143,8 @@ def _specs_of_pair(file: GGUFFile, base: TensorSpec, of_file: str) -> list[Tenso
     name, is_embedding = base.name, base.name == _EMBEDDING
     if base.role not in {Role.MATMUL, Role.EXPERTS} and not is_embedding:
         raise WeightError(of_file, f"{name} is {base.role.value}: adapters change matrices that are multiplied")
+    if base.role is Role.MATMUL and len(base.shape) > 2:
+        raise WeightError(of_file, f"{name} has a matrix for every head, which no adapter changes here")
     for part in (_A, _B):
         if name + part not in file.tensors:
             raise WeightError(name + part, f"is missing; the file has {of_file}")

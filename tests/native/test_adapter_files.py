@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from adapters import EVERY_MATRIX, adapter_forge, tokens_of
+from architecture_rows import model_file
 from engines import feed, loaded, running
 from forged_models import drop_key, find_tensor, set_key
 from gguf_forge import FLOAT32, FLOAT64, INT32, GGUFForge
@@ -220,6 +222,15 @@ def test_norms_that_a_file_brings_along_are_told_of_and_ignored(
     assert "attn_norm.weight" in caplog.text
     assert len(adapter.pairs) == 2 * 7 + 1
     adapter.free()
+
+
+def test_matrices_by_head_are_refused(tmp_path: Path) -> None:
+    path = model_file("deepseek2")
+    with loaded(path) as model:
+        name = next(name for name in model.weights if "attn_k_b" in name)
+        file = adapter_forge(path, names=re.escape(name)).write(tmp_path / "a.gguf")
+        with pytest.raises(WeightError, match="every head"):
+            load_adapter(model, file)
 
 
 def test_alpha_may_be_any_kind_of_number(model: Model, tmp_path: Path) -> None:

@@ -47,6 +47,11 @@ MODELS = {
     "minicpm": False,
 }
 
+NOT_IN_LIBLLAMA = {
+    "gemma4": r"^per_layer_model_proj\.",
+    "deepseek2": r"\.attn_(q|q_a|q_b|kv_a_mqa|kv_b|k_b|v_b)\.|^output\.",
+}
+
 
 @contextmanager
 def beside(path: Path, form: str = "matmul") -> Iterator[tuple[GgmlExecutor, AdaptedOracle]]:
@@ -77,10 +82,11 @@ def scaled(*pairs: tuple[Adapter, float]) -> AdapterSet:
 
 
 def changeable(model: Model) -> list[str]:
-    """The matrices that libllama lets an adapter change: not the one of gemma4 that it multiplies by itself."""
+    """The matrices that libllama lets an adapter change: not those that it multiplies without asking for one."""
     specs = [spec for spec in model.architecture.tensors(model.hp) if spec.role in {Role.MATMUL, Role.EXPERTS}]
     of_file = [spec.name for spec in specs if len(spec.shape) > 1 and spec.name in model.file.tensors]
-    return [name for name in of_file if name != "per_layer_model_proj.weight"]
+    left_out = NOT_IN_LIBLLAMA.get(model.hp.architecture)
+    return [name for name in of_file if left_out is None or not re.search(left_out, name)]
 
 
 def same(found: Logits, expected: Logits) -> bool:

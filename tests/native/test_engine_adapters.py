@@ -169,7 +169,7 @@ def test_what_was_computed_with_adapters_is_not_saved(model: Path, files: list[P
             session.save(tmp_path / "saved", "talk", WAIT_S)
         plain.save(tmp_path / "saved", "talk", WAIT_S)
         assert engine.runner().load_session(tmp_path / "saved", "talk", WAIT_S).adapters == ()
-        assert cache.save(engine.runner(), tmp_path / "saved", timeout=WAIT_S) == 1
+        assert cache.save(tmp_path / "saved", timeout=WAIT_S, runner=engine.runner()) == 1
         cache.clear()
 
 

@@ -176,7 +176,7 @@ def test_every_group_gets_its_share_of_the_steps() -> None:
 def test_a_prompt_is_read_in_small_pieces_also_while_another_group_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = [Want(100, 100, False)]
     assert plan_step(prompt, 512, 16, 0) == [100]
-    assert plan_step(prompt, 512, 16, 0, True) == [16]
+    assert plan_step(prompt, 512, 16, 0, others_stream=True) == [16]
     monkeypatch.setattr(StepCost, "prefill_budget", lambda _: 16)
     with bench(max_batch_tokens=64, capacity=2048) as b:
         stream, reader = open_with(b, SETS[1]), open_with(b, SETS[3])
