@@ -273,8 +273,9 @@ class PrefixCache:
 
         Tokens, K/V (a shared cell once), the order of use, and metadata, which must be what JSON can keep (None, too).
         A file holds entries of one runner: `runner` says which, where there are several, and only its entries are
-        saved; those that were computed with adapters are left out. Forwards run in between. Raises SavedStateError, SessionError when cells ran out meanwhile, and
-        OptionError where no runner can be told; then no file has changed.
+        saved; those that were computed with adapters are left out. Forwards run in between. Raises SavedStateError,
+        SessionError when cells ran out meanwhile, and OptionError where no runner can be told; then no file has
+        changed.
         """
         self._refuse_in_callback(*([] if runner is None else [runner]))
         path, deadline = path_of(directory, name), Deadline(timeout)
