@@ -255,7 +255,7 @@ class FakeExecutor(CellExecutor):
         self.rows = FakeRows(self, row_bytes)
         self._keys = np.full(self.cache.capacity, -(1 << 62), np.int64)  # what every cell holds
         self._written: dict[int, int] = {}  # sequence -> one past the highest position ever written, for the ring
-        self.adapters_of: dict[int, AdapterSet] = {}
+        self.adapters_of: dict[int, AdapterSet] = defaultdict(lambda: NO_ADAPTERS)  # sequences of images have none
         self._extra: dict[int, int] = defaultdict(int)  # cells beyond those that were asked for
         self._abort = threading.Event()
         self._busy = threading.Lock()
