@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from ggml_engine.errors import (
     ClosedError,
@@ -36,9 +36,11 @@ if TYPE_CHECKING:
     from ggml_engine.control.conversation import Conversation
     from ggml_engine.control.generation import Generation
     from ggml_engine.control.options import RunnerOptions
-    from ggml_engine.control.runner import Runner
+    from ggml_engine.control.runner import Adapters, Runner
     from ggml_engine.control.session import Session
+    from ggml_engine.executor.executor import GgmlExecutor
     from ggml_engine.loading import EngineKind, LoadedExecutor
+    from ggml_engine.models.adapter import Adapter
     from ggml_engine.models.weights import Cancel, Progress
 
 Message = Mapping[str, object]
@@ -58,6 +60,7 @@ class Engine:
         self.executor = loaded.executor
         self.model = loaded.executor.model
         self.kind: EngineKind = loaded.kind
+        self._adapters = list(loaded.adapters)
         self.reason = loaded.reason
         self._template: ChatTemplate | None = None
         self._runner: Runner | None = None
@@ -83,6 +86,7 @@ class Engine:
         attention: Literal["auto", "flash", "matmul"] = "auto",
         max_batch_tokens: int = 512,
         deterministic: bool = False,
+        adapters: Sequence[tuple[str | os.PathLike[str], float]] = (),
     ) -> Engine:
         """Load a GGUF model: `path` is a file or a known name ("smollm2", "gemma3-270m").
 
@@ -91,13 +95,14 @@ class Engine:
         this thread; `cancel()` is asked between tensors, and true raises CancelledError. `mmap=False` copies the file
         first, for files that may change meanwhile. `cache_kind` "batched_cell" holds many sessions, "sequence" one at a
         time, which cannot be cloned. `deterministic` makes logits independent of what runs beside a sequence and of how
-        its tokens were cut into steps (docs/determinism.md).
+        its tokens were cut into steps (docs/determinism.md). `adapters` are LoRA files with their scales: what is
+        generated is computed with them, but for sessions that are given others.
 
         `engine` "native" computes with the graphs of this package, "llama" with libllama's own context, "auto" natively
         where there is a graph for the file's architecture; `kind` and `reason` say what that came to, and so does the
         log. In libllama all of `ctx` takes its memory at once: its default is 8192 at most, and there are no
-        deterministic mode and no kinds of caches. It reads the file itself: one that changes meanwhile is no longer
-        the one that was checked, whatever `mmap` is.
+        deterministic mode, no kinds of caches and no adapters. It reads the file itself: one that changes meanwhile is
+        no longer the one that was checked, whatever `mmap` is.
 
         Raises ModelNotFoundError, GGUFError, ModelError, LibraryError, OptionError, AllocationError, CancelledError;
         nothing stays allocated.
@@ -130,8 +135,11 @@ class Engine:
                 attention=attention,
                 max_batch_tokens=max_batch_tokens,
                 deterministic=deterministic,
+                adapters=adapters,
             )
             undo.callback(loaded.executor.model.free)
+            for adapter in loaded.adapters:
+                undo.callback(adapter.free)
             undo.callback(loaded.executor.close_all)
             import_module("ggml_engine.control.runner")  # the first generation needs it, and here it costs nothing
             opened = cls(file, pending.result(), loaded)
@@ -226,9 +234,42 @@ class Engine:
 
     # ---- sessions
 
-    def session(self) -> Session:
-        """A new, empty session, to be continued, cloned and rewound. Raises SessionLimitError and ClosedError."""
-        return self.runner().open_session()
+    def session(self, *, adapters: Adapters | None = None) -> Session:
+        """A new, empty session, to be continued, cloned and rewound.
+
+        `adapters` are loaded ones with their scales; by default those of `load`, () is none. Raises SessionLimitError,
+        OptionError and ClosedError.
+        """
+        return self.runner().open_session(adapters=adapters)
+
+    def load_adapter(self, path: str | os.PathLike[str]) -> Adapter:
+        """Load a LoRA file for sessions of this engine; it goes with the engine, or with `drop_adapter`.
+
+        Raises GGUFError, ModelError (HyperparameterError for a file that is no such adapter, or one of another
+        architecture, WeightError for matrices that do not fit), AllocationError, OptionError in libllama's engine,
+        ClosedError.
+        """
+        from ggml_engine.models.adapter import load_adapter  # noqa: PLC0415  # few programs need it
+
+        with self._lock:
+            if self._is_closing:
+                raise ClosedError("the engine was closed")
+            adapter = load_adapter(self._native.model, path)
+            self._adapters.append(adapter)
+            return adapter
+
+    @property
+    def _native(self) -> GgmlExecutor:
+        if self.kind != "native":
+            raise OptionError(f"adapters are taken by the native engine alone, and {self.reason}")
+        return cast("GgmlExecutor", self.executor)
+
+    def drop_adapter(self, adapter: Adapter) -> None:
+        """Free an adapter; idempotent. Waits for a running step. Raises OptionError while sessions have it."""
+        with self._lock:
+            self._native.drop_adapter(adapter)
+            if adapter in self._adapters:
+                self._adapters.remove(adapter)
 
     def runner(self, options: RunnerOptions | None = None) -> Runner:
         """The engine's thread, started at the first call; `options` bound it, and can be given then only.
@@ -292,6 +333,8 @@ class Engine:
                 return
             self._closed = True
             self.executor.close_all()
+            for adapter in self._adapters:
+                adapter.free()
             self.model.free()
             self.file.close()
 

@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +18,8 @@ from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
 from ggml_engine.ggml.backends import cpu_device
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.library import Libraries
+from ggml_engine.models.adapter import Adapter, load_adapter
+from ggml_engine.models.adapter_set import AdapterSet, checked_scale
 from ggml_engine.models.model import Model, check_gpu_layers, load_model
 from ggml_engine.models.registry import find_architecture
 from ggml_engine.models.weights import Cancel, Progress
@@ -40,6 +45,7 @@ class LoadedExecutor:
     executor: GgmlExecutor | LlamaExecutor
     kind: EngineKind
     reason: str
+    adapters: tuple[Adapter, ...] = ()  # what it opens sequences with, to be freed after it
 
 
 def load_executor(
@@ -58,12 +64,14 @@ def load_executor(
     attention: Literal["auto", "flash", "matmul"] = "auto",
     max_batch_tokens: int = 512,
     deterministic: bool = False,
+    adapters: Iterable[tuple[str | os.PathLike[str], float]] = (),
 ) -> LoadedExecutor:
     """Load the weights and make an executor for them. Raises as `Engine.load`; nothing stays allocated then.
 
     `engine` "auto" is native where there is a graph for the file's architecture, and libllama where there is none.
     """
     kind, reason = _choose(file, engine)
+    scaled = [(path, checked_scale(scale)) for path, scale in adapters]
     log.info("%s: engine %s, because %s", file.path, kind, reason)
     if ctx is not None and (isinstance(ctx, bool) or not isinstance(ctx, int) or ctx < 1):
         raise OptionError(f"ctx must be a positive number of cells, is {ctx!r}")
@@ -71,6 +79,8 @@ def load_executor(
     if kind == "llama":
         if deterministic:
             raise OptionError(f"deterministic mode is that of the native engine, and {reason}")
+        if scaled:
+            raise OptionError(f"adapters are taken by the native engine alone, and {reason}")
         if cache_kind != "batched_cell":
             raise OptionError(f"cache kind {cache_kind!r} is one of the native engine's, and {reason}")
         from ggml_engine.executor.llama import LlamaExecutor  # noqa: PLC0415  # most files need none of it
@@ -104,10 +114,26 @@ def load_executor(
             deterministic=deterministic,
         )
         native_options = replace(native_options, capacity=ctx or _capacity(model, native_options))
-        return LoadedExecutor(GgmlExecutor(model, native_options), kind, reason)
+        executor, loaded = _adapted(model, native_options, scaled)
+        return LoadedExecutor(executor, kind, reason, loaded)
     except BaseException:
         model.free()
         raise
+
+
+def _adapted(
+    model: Model, options: ExecutorOptions, scaled: Sequence[tuple[str | os.PathLike[str], float]]
+) -> tuple[GgmlExecutor, tuple[Adapter, ...]]:
+    """An executor that opens sequences with adapters, and these."""
+    with ExitStack() as undo:
+        loaded = []
+        for path, _ in scaled:
+            loaded.append(load_adapter(model, path))
+            undo.callback(loaded[-1].free)
+        opened_with = AdapterSet.of([(adapter, scale) for adapter, (_, scale) in zip(loaded, scaled, strict=True)])
+        executor = GgmlExecutor(model, options, opened_with)
+        undo.pop_all()
+    return executor, tuple(loaded)
 
 
 def _choose(file: GGUFFile, engine: str) -> tuple[EngineKind, str]:

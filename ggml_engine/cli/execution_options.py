@@ -5,6 +5,8 @@ Names and defaults are those of its signature: a test compares them, since readi
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -110,11 +112,34 @@ execution_options = together(
         show_default=True,
         help="The same bits however the tokens are cut into steps; slower.",
     ),
+    option(
+        "--lora",
+        "adapters",
+        section=EXECUTION,
+        multiple=True,
+        callback=lambda _ctx, _param, values: tuple(map(_scaled_adapter, values)),
+        metavar="FILE[:SCALE]",
+        help="GGUF adapter (LoRA), and how strongly it acts (1 where not given); may be repeated.",
+    ),
 )
 LOAD_OPTIONS: Final = (
     "engine", "ctx", "threads", "device", "gpu_layers", "mmap", "kv_type", "cache_kind", "attention",
-    "max_batch_tokens", "deterministic",
+    "max_batch_tokens", "deterministic", "adapters",
 )  # fmt: skip
+
+
+def _scaled_adapter(text: str) -> tuple[str, float]:
+    """File and scale; a colon that is part of the name of a file that is there is no scale."""
+    path, colon, after = text.rpartition(":")
+    if not colon or os.path.exists(text):
+        return text, 1.0
+    try:
+        scale = float(after)
+    except ValueError:
+        return text, 1.0
+    if not path or not math.isfinite(scale):
+        raise click.BadParameter(f"{text!r} is no file, and no FILE:SCALE")
+    return path, scale
 
 
 def load_options(values: Mapping[str, Any]) -> dict[str, Any]:

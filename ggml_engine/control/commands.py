@@ -16,6 +16,7 @@ from ggml_engine.control.session_state import SessionState
 from ggml_engine.control.text import TokenSampler
 from ggml_engine.errors import AbortedError, ClosedError, EngineError
 from ggml_engine.executor.protocol import Executor
+from ggml_engine.models.adapter_set import AdapterSet
 
 log = logging.getLogger("ggml_engine.control")
 
@@ -30,9 +31,12 @@ class OpenCommand(Generic[Handle]):
     session = None
     is_close = False
 
-    def __init__(self, future: EngineFuture[Handle], make: MakeHandle[Handle]) -> None:
+    def __init__(
+        self, future: EngineFuture[Handle], make: MakeHandle[Handle], adapters: AdapterSet | None = None
+    ) -> None:
         self._future = future
         self._make: MakeHandle[Handle] | None = make
+        self._adapters = adapters
 
     def run(self, core: Core) -> None:
         """See the class."""
@@ -41,7 +45,7 @@ class OpenCommand(Generic[Handle]):
             return
         core.make_room_for_a_session(None)
         try:
-            state = core.scheduler.open()
+            state = core.scheduler.open(self._adapters)
         except Exception as error:
             self._future.refuse(without_frames(error))
             return

@@ -19,7 +19,7 @@ from ggml_engine.control.deadline import Deadline
 from ggml_engine.control.entry_list import EntryList, count_bytes, is_snapshot_of
 from ggml_engine.control.prefix_match import Lookup, Miss, MissReason, difference, ranked, token_array
 from ggml_engine.control.retention import CacheEntry, LeastRecentlyUsed, RetentionPolicy
-from ggml_engine.control.runner import Runner
+from ggml_engine.control.runner import Adapters, Runner
 from ggml_engine.control.saved_file import SavedFile, open_saved
 from ggml_engine.control.saved_format import SavedState
 from ggml_engine.control.saved_names import Directory, path_of
@@ -27,6 +27,7 @@ from ggml_engine.control.saved_prefixes import load_entries, save_entries
 from ggml_engine.control.saving import PREFIX_CACHE, check_made_for
 from ggml_engine.control.session import Session, Tokens
 from ggml_engine.errors import OptionError, WouldBlockError
+from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
 
 log = logging.getLogger("ggml_engine.control")
 
@@ -36,10 +37,10 @@ class PrefixCache:
 
     The caller owns it: no runner knows of it, nothing is retained until asked, and `max_entries` 0 turns it off (no
     clones at all). Snapshots of several runners may be in one cache; they serve their own runner, as long as its
-    executor's fingerprint is what it was. `max_bytes` bounds the K/V of the cells that the snapshots hold, those that
-    live sessions hold as well included, each cell once. A snapshot counts as one of the runner's resident sessions
-    (`max_sessions`), and keeps the runner going. When an executor runs out of cells it takes those that snapshots alone
-    hold: such an entry is gone, whatever the policy says.
+    executor's fingerprint is what it was, and prompts for the same adapters at the same scales. `max_bytes` bounds the
+    K/V of the cells that the snapshots hold, those that live sessions hold as well included, each cell once. A snapshot
+    counts as one of the runner's resident sessions (`max_sessions`), and keeps the runner going. When an executor runs
+    out of cells it takes those that snapshots alone hold: such an entry is gone, whatever the policy says.
 
     `replace_extended` lets an entry take the place of older ones with equal metadata (None equals None) that it begins
     with: of one conversation the longest snapshot is kept, and every earlier point can still be had from it where the
@@ -82,31 +83,39 @@ class PrefixCache:
 
     # ---- looking up
 
-    def lookup(self, runner: Runner, tokens: Tokens, timeout: float | None = None) -> Lookup:
+    def lookup(
+        self, runner: Runner, tokens: Tokens, timeout: float | None = None, *, adapters: Adapters | None = None
+    ) -> Lookup:
         """An independent session of `runner` that shares what a snapshot has in common with the prompt `tokens`.
+
+        It is computed with `adapters`, as in `Runner.open_session`: snapshots of others serve it not at all.
 
         At least the last token is left to be forwarded: continue with `session.generate_async(tokens[n_reused:])`, or
         `generate_from(tokens)`. Snapshots are tried in the order of what they have in common, then the one that was
-        used last first, each once; one that cannot be cloned is passed over. Raises InputError for what are no tokens.
+        used last first, each once; one that cannot be cloned is passed over. Raises InputError for what are no tokens,
+        OptionError for what are no adapters.
         """
         self._refuse_in_callback(runner)
         wanted = token_array(tokens)
+        adapted = runner.executor.adapters if adapters is None else AdapterSet.of(adapters)
         try:
-            found = self._lookup(runner, wanted, timeout)
+            found = self._lookup(runner, wanted, adapted, timeout)
         except MemoryError:
             log.exception("a look-up found no memory")
             found = Lookup(miss=Miss(MissReason.REFUSED))
         self._count(lookups=1, hits=int(found.session is not None), tokens_reused=found.n_reused)
         return found
 
-    def _lookup(self, runner: Runner, tokens: npt.NDArray[np.int32], timeout: float | None) -> Lookup:
+    def _lookup(
+        self, runner: Runner, tokens: npt.NDArray[np.int32], adapters: AdapterSet, timeout: float | None
+    ) -> Lookup:
         if not self.max_entries:
             return Lookup(miss=Miss(MissReason.DISABLED))
         if tokens.size < 2:
             return Lookup(miss=Miss(MissReason.SHORT))
         self._fault("lookup")
         entries = self._entries.alive()
-        own = [entry for entry in entries if self._is_own(entry, runner)]
+        own = [entry for entry in entries if self._is_own(entry, runner, adapters)]
         if not own:
             return Lookup(miss=Miss(MissReason.FOREIGN if entries else MissReason.EMPTY))
         candidates = ranked(own, tokens)
@@ -120,9 +129,11 @@ class PrefixCache:
         return Lookup(miss=Miss(MissReason.REFUSED, candidates[0][1]))
 
     @staticmethod
-    def _is_own(entry: CacheEntry, runner: Runner) -> bool:
-        """Whether an entry's K/V is in this runner's executor, and is what it would compute."""
-        return entry.snapshot.runner is runner and entry.fingerprint == runner.executor.fingerprint
+    def _is_own(entry: CacheEntry, runner: Runner, adapters: AdapterSet = NO_ADAPTERS) -> bool:
+        """Whether an entry's K/V is in this runner's executor, and is what it would compute with these adapters."""
+        return entry.snapshot.runner is runner and entry.fingerprint == adapters.fingerprint_over(
+            runner.executor.fingerprint
+        )
 
     def _cloned(
         self, entry: CacheEntry, n: int, tokens: npt.NDArray[np.int32], timeout: float | None
@@ -158,7 +169,7 @@ class PrefixCache:
         wanted = token_array(tokens)
         if not self.max_entries:
             return PromptCapture(None, session, wanted)
-        key = CacheEntry(session, wanted, None, session.runner.executor.fingerprint)
+        key = CacheEntry(session, wanted, None, session.fingerprint)
         saved = next((entry for entry in self._entries.alive() if key.is_duplicate(entry)), None)
         if saved is not None:
             self._entries.touch(saved)
@@ -188,7 +199,7 @@ class PrefixCache:
         if not self.max_entries or not is_snapshot_of(snapshot, tokens):
             return False
         self._fault("insert")
-        entry = CacheEntry(snapshot, tokens, metadata, snapshot.runner.executor.fingerprint)
+        entry = CacheEntry(snapshot, tokens, metadata, snapshot.fingerprint)
         if self._entries.refresh(entry, metadata):
             return True
         replaced: list[CacheEntry] = []
@@ -263,8 +274,9 @@ class PrefixCache:
 
         Tokens, K/V (a shared cell once), the order of use, and metadata, which must be what JSON can keep (None, too).
         A file holds entries of one runner: `runner` says which, where there are several, and only its entries are
-        saved. Forwards run in between. Raises SavedStateError, SessionError when cells ran out meanwhile, and
-        OptionError where no runner can be told; then no file has changed.
+        saved; those that were computed with adapters are left out. Forwards run in between. Raises SavedStateError,
+        SessionError when cells ran out meanwhile, and OptionError where no runner can be told; then no file has
+        changed.
         """
         self._refuse_in_callback(*([] if runner is None else [runner]))
         path, deadline = path_of(directory, name), Deadline(timeout)

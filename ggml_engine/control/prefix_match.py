@@ -23,7 +23,7 @@ class MissReason(str, Enum):
     DISABLED = "disabled"  # the cache has no entries to give (max_entries 0)
     SHORT = "short"  # a prompt of one token or none: the last one is forwarded anyway
     EMPTY = "empty"  # there is no snapshot
-    FOREIGN = "foreign"  # all snapshots are of another runner, or of another model or execution
+    FOREIGN = "foreign"  # all snapshots are of another runner, or of another model, execution or adapters
     DIFFERS = "differs"  # the prompt and the nearest snapshot differ at `position`
     REFUSED = "refused"  # snapshots match, and none could be cloned: no room, or its K/V is not there any more
 

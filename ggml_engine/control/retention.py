@@ -19,7 +19,7 @@ from ggml_engine.errors import OptionError
 class CacheEntry:
     """A snapshot that a prefix cache keeps, or is asked to keep: `tokens` i32 [snapshot.position].
 
-    `metadata` is the caller's. `fingerprint` is that of the executor when it was inserted.
+    `metadata` is the caller's. `fingerprint` is that of the session when it was inserted.
     """
 
     snapshot: Session

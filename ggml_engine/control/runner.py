@@ -23,12 +23,14 @@ from ggml_engine.control.saved_names import Directory, names_in, path_of
 from ggml_engine.control.saving import SESSION, check_made_for, load_sessions
 from ggml_engine.control.session import Session
 from ggml_engine.control.text import TextModel
-from ggml_engine.errors import SavedStateError, WouldBlockError
+from ggml_engine.errors import OptionError, SavedStateError, WouldBlockError
 from ggml_engine.executor.protocol import Executor
+from ggml_engine.models.adapter_set import AdapterLike, AdapterSet
 
 SHUTDOWN_S = 5.0
 
 Result = TypeVar("Result")
+Adapters = Iterable[tuple[AdapterLike, float]]  # loaded ones, each with its scale
 
 
 class Runner:
@@ -63,16 +65,25 @@ class Runner:
         self._core = core
         self._finalizer = weakref.finalize(self, Core.stop, core, SHUTDOWN_S)
 
-    def open_session(self, timeout: float | None = None) -> Session:
-        """A new, empty session. Raises SessionLimitError, ClosedError, WouldBlockError in a callback."""
+    def open_session(self, timeout: float | None = None, *, adapters: Adapters | None = None) -> Session:
+        """A new, empty session, computed with `adapters` at their scales: by default the executor's own, () is none.
+
+        Its clones have the same. Sessions of other adapters, or scales, share no step and no cell with it. Raises
+        SessionLimitError, OptionError for adapters that cannot be had, ClosedError, WouldBlockError in a callback.
+        """
         if self._core.is_engine_thread():
             raise WouldBlockError("open_session waits for the thread that this callback runs on: open_session_async")
-        return self.open_session_async().result(timeout)
+        return self.open_session_async(adapters=adapters).result(timeout)
 
-    def open_session_async(self) -> EngineFuture[Session]:
+    def open_session_async(self, *, adapters: Adapters | None = None) -> EngineFuture[Session]:
         """A future of a new, empty session; it fails with what `open_session` raises."""
         future: EngineFuture[Session] = EngineFuture(self._core.is_engine_thread)
-        self._core.submit(OpenCommand(future, partial(Session, self, self._core)))
+        try:
+            wanted = None if adapters is None else AdapterSet.of(adapters)
+        except OptionError as error:
+            future.refuse(error)
+        else:
+            self._core.submit(OpenCommand(future, partial(Session, self, self._core), wanted))
         return future
 
     def load_session(self, directory: Directory, name: str, timeout: float | None = None) -> Session:

@@ -31,6 +31,8 @@ Handle = TypeVar("Handle")
 
 def save_session(core: Core, state: SessionState, path: Path, deadline: Deadline) -> None:
     """Write what a session has committed, and its pending token. Raises SessionError and SavedStateError."""
+    if state.adapters.scaled:
+        raise SavedStateError("unsavable", path, "a session with adapters cannot be saved: a file does not name them")
     held = ask(core, lambda core: Held(core, core.scheduler.hold([Source(state)])), deadline, state)
     try:
         if not held.image.taken:

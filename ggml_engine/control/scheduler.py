@@ -22,7 +22,7 @@ from ggml_engine.control.image_table import ImageTable
 from ggml_engine.control.options import RunnerOptions
 from ggml_engine.control.session_state import SessionState, SessionStatus
 from ggml_engine.control.step_parts import Part, Running, batch_of, checked_logits, plan_parts
-from ggml_engine.control.step_plan import StepCost
+from ggml_engine.control.step_plan import GroupTurns, StepCost
 from ggml_engine.control.text import TextModel, TokenSampler
 from ggml_engine.control.work import Work
 from ggml_engine.errors import (
@@ -58,6 +58,7 @@ class Scheduler(ImageTable):
         self._clock = clock
         self._running: list[Running] = []
         self._n_turns = 0
+        self._group_turns = GroupTurns()
         self._in_forward: dict[GenerationState, bool] = {}  # whether its rows are a prefill
         self._abort_lock = threading.RLock()  # a finalizer may come while its own thread holds it
         self._aborts_all = False
@@ -320,9 +321,14 @@ class Scheduler(ImageTable):
 
     def _plan(self) -> list[Part]:
         self._n_turns += 1
-        ready = [running for running in self._running if running.is_admitted]
+        admitted = [running for running in self._running if running.is_admitted]
+        if not admitted:
+            return []
+        adapters = self._group_turns.next([running.session.adapters for running in admitted])
+        ready = [running for running in admitted if running.session.adapters == adapters]
+        others = any(running.work.is_decode for running in admitted if running.session.adapters != adapters)
         budget, most = self.cost.prefill_budget(), self.options.max_decode_sequences
-        return plan_parts(ready, self.executor, budget, self._n_turns, most)
+        return plan_parts(ready, self.executor, budget, self._n_turns, most, others_stream=others)
 
     def _forward(self, parts: list[Part]) -> None:
         """One forward of `parts`; none where a prompt is to end. Raises PoolFullError, with nothing changed."""

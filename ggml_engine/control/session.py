@@ -31,6 +31,7 @@ from ggml_engine.control.saving import save_session
 from ggml_engine.control.session_state import SessionState
 from ggml_engine.errors import ClosedError, EngineError, InputError, SessionBusyError, WouldBlockError
 from ggml_engine.executor.prepared import PreparedInput
+from ggml_engine.models.adapter_set import AdapterLike
 
 if TYPE_CHECKING:
     from ggml_engine.control.core import Core
@@ -64,6 +65,16 @@ class Session:
     def runner(self) -> Runner:
         """The runner that it belongs to."""
         return self._runner
+
+    @property
+    def adapters(self) -> tuple[tuple[AdapterLike, float], ...]:
+        """What it is computed with, each with its scale; those of scale 0 are left out."""
+        return self._state.adapters.scaled
+
+    @property
+    def fingerprint(self) -> str:
+        """The executor's, where there are no adapters: K/V of another name cannot stand for this session's."""
+        return self._state.adapters.fingerprint_over(self._core.scheduler.executor.fingerprint)
 
     @property
     def position(self) -> int:

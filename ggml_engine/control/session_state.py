@@ -6,6 +6,7 @@ import threading
 from enum import Enum
 
 from ggml_engine.control.generation import GenerationState
+from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
 
 
 class SessionStatus(str, Enum):
@@ -21,10 +22,19 @@ class SessionState:
     """One session: a sequence of the executor, and the tokens committed in it.
 
     `position` is len(tokens). `pending` is the last sampled token: not committed, and the first thing that the next
-    generation commits. `active` is the generation that was asked for last and has not ended.
+    generation commits. `active` is the generation that was asked for last and has not ended. `adapters` are those that
+    its K/V are computed with.
     """
 
-    def __init__(self, number: int, sequence: int, tokens: list[int], *, is_snapshot: bool = False) -> None:
+    def __init__(
+        self,
+        number: int,
+        sequence: int,
+        tokens: list[int],
+        *,
+        is_snapshot: bool = False,
+        adapters: AdapterSet = NO_ADAPTERS,
+    ) -> None:
         self.number = number
         self.sequence = sequence
         self.tokens = tokens
@@ -32,6 +42,7 @@ class SessionState:
         self.status = SessionStatus.OPEN
         self.trouble = ""  # why it is poisoned or evicted
         self.is_snapshot = is_snapshot
+        self.adapters = adapters
         self.last_use = 0
         self.close_requested = False
         self.is_single_use = False  # to be closed when its generation has ended

@@ -9,6 +9,7 @@ from ggml_engine.control.options import RunnerOptions
 from ggml_engine.control.session_state import SessionState, SessionStatus
 from ggml_engine.errors import PoisonedError, PositionError, SessionBusyError, SessionError, SessionLimitError
 from ggml_engine.executor.protocol import Executor
+from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
 
 log = logging.getLogger("ggml_engine.control")
 
@@ -37,10 +38,14 @@ class SessionTable(ABC):
         """All that are resident."""
         return tuple(self._sessions.values())
 
-    def open(self) -> SessionState:
-        """A new, empty session. Raises SessionLimitError."""
+    def open(self, adapters: AdapterSet | None = None) -> SessionState:
+        """A new, empty session, with these adapters or the executor's own.
+
+        Raises SessionLimitError, and OptionError for adapters that the executor does not take.
+        """
         self._admit_session()
-        return self._register(self.executor.open(), [])
+        wanted = self.executor.adapters if adapters is None else adapters
+        return self._register(self.executor.open(wanted), [], adapters=wanted)
 
     def _admit_session(self) -> None:
         if reason := self._refusal():
@@ -55,8 +60,10 @@ class SessionTable(ABC):
         """Whether one more session can be resident."""
         return not self._refusal()
 
-    def _register(self, sequence: int, tokens: list[int], *, is_snapshot: bool = False) -> SessionState:
-        state = SessionState(self._next_number, sequence, tokens, is_snapshot=is_snapshot)
+    def _register(
+        self, sequence: int, tokens: list[int], *, is_snapshot: bool = False, adapters: AdapterSet = NO_ADAPTERS
+    ) -> SessionState:
+        state = SessionState(self._next_number, sequence, tokens, is_snapshot=is_snapshot, adapters=adapters)
         self._next_number += 1
         self._sessions[state.number] = state
         self._touch(state)
@@ -84,7 +91,7 @@ class SessionTable(ABC):
             self.executor.close(sequence)
             return None
         self._touch(source)
-        return self._register(sequence, source.tokens[:upto], is_snapshot=is_snapshot)
+        return self._register(sequence, source.tokens[:upto], is_snapshot=is_snapshot, adapters=source.adapters)
 
     def rewind(self, state: SessionState, to: int) -> int:
         """Drop what a session holds from position `to` on, its pending token too; the new position.

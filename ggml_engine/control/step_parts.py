@@ -45,11 +45,17 @@ class Part:
 
 
 def plan_parts(
-    ready: Sequence[Running], executor: Executor, prefill_budget: int, turn: int, max_decodes: int | None
+    ready: Sequence[Running],
+    executor: Executor,
+    prefill_budget: int,
+    turn: int,
+    max_decodes: int | None,
+    *,
+    others_stream: bool,
 ) -> list[Part]:
     """The parts of the next step, of those in `ready` that get a row; the rest as in `plan_step`."""
     wants = [Want(each.work.n_wanted, each.work.limit(executor.n_vocab), each.work.is_decode) for each in ready]
-    taken = plan_step(wants, executor.max_batch_tokens, prefill_budget, turn, max_decodes)
+    taken = plan_step(wants, executor.max_batch_tokens, prefill_budget, turn, max_decodes, others_stream)
     parts = []
     for running, n in zip(ready, taken, strict=True):
         if n:

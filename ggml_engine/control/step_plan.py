@@ -1,13 +1,17 @@
 """Which tokens the next step takes: a pure choice.
 
 Decode rows come first, so that nobody's stream waits; prefills share what is left evenly. While anyone streams, the
-prefills' share is held to what keeps a step short, by what steps were measured to cost.
+prefills' share is held to what keeps a step short, by what steps were measured to cost. Sequences of different
+adapters share no step: their groups take turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+Group = TypeVar("Group", bound=Hashable)
 
 _SMOOTHING = 0.3  # weight of the newest measurement
 _SOLO_STEPS = 8  # a mixed step may take as long as so many steps that only decode,
@@ -27,12 +31,18 @@ class Want:
 
 
 def plan_step(
-    wants: Sequence[Want], max_tokens: int, prefill_budget: int, turn: int, max_decodes: int | None = None
+    wants: Sequence[Want],
+    max_tokens: int,
+    prefill_budget: int,
+    turn: int,
+    max_decodes: int | None = None,
+    others_stream: bool = False,
 ) -> list[int]:
     """How many tokens of each of `wants` the step takes, 0 for none; their sum is at most `max_tokens`.
 
     At most `max_decodes` of those that decode are served (None: all). `turn` counts steps: where not everybody can have
-    a token, the first served moves on with it.
+    a token, the first served moves on with it. `others_stream` says that somebody waits for a step of another group to
+    decode.
     """
     taken = [0] * len(wants)
     decodes = [i for i, want in enumerate(wants) if want.is_decode]
@@ -42,7 +52,7 @@ def plan_step(
     places = max_tokens - kept if max_decodes is None else min(max_tokens - kept, max_decodes)
     for i in _rotated(decodes, turn)[:places]:
         taken[i] = 1
-    room = min(max_tokens - sum(taken), prefill_budget if decodes else max_tokens)
+    room = min(max_tokens - sum(taken), prefill_budget if decodes or others_stream else max_tokens)
     prefills.sort(key=lambda i: _most(wants[i]))  # stable: who needs little leaves more to the others
     for served, i in enumerate(prefills):
         waiting = len(prefills) - served
@@ -61,6 +71,25 @@ def _rotated(items: list[int], turn: int) -> list[int]:
         return items
     at = turn % len(items)
     return items[at:] + items[:at]
+
+
+class GroupTurns:
+    """Whose step is next among groups that cannot share one: the one that has waited for the most steps.
+
+    A group that comes anew waits behind those that have waited already.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[Hashable, int] = {}  # the step after which a group waits
+        self._n_steps = 0
+
+    def next(self, groups: Sequence[Group]) -> Group:
+        """One of `groups`, which may name a group more than once, the first of equals; none of them is an error."""
+        self._since = {group: self._since.get(group, self._n_steps) for group in groups}
+        chosen = min(dict.fromkeys(groups), key=lambda group: self._since[group])
+        self._n_steps += 1
+        self._since[chosen] = self._n_steps
+        return chosen
 
 
 class StepCost:

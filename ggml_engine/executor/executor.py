@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,9 @@ from ggml_engine.ggml.abort import AbortFlag
 from ggml_engine.ggml.backends import Graph, get_data, host_view
 from ggml_engine.ggml.ops import GraphBuilder
 from ggml_engine.ggml.ops.experts import n_tensors_apart
+from ggml_engine.models.adapted import max_nodes
+from ggml_engine.models.adapter import Adapter
+from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
 from ggml_engine.models.attention import AttentionForm
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.model import Model
@@ -136,9 +139,13 @@ class ExecutorOptions:
 class GgmlExecutor(Executor):
     """Runs a model's steps over a cell cache."""
 
-    def __init__(self, model: Model, options: ExecutorOptions | None = None) -> None:
+    def __init__(
+        self, model: Model, options: ExecutorOptions | None = None, adapters: AdapterSet = NO_ADAPTERS
+    ) -> None:
         self.options = options or ExecutorOptions()
         self.model = model
+        self._adapters = self._checked(adapters)
+        self._adapters_of: dict[int, AdapterSet] = {}  # by sequence, of those that have some
         self.form, self._kv_format = self.options.resolve(model.layer_backends[-1].device.kind)
         self.cache = build_cache(
             self.options.cache_kind,
@@ -253,10 +260,47 @@ class GgmlExecutor(Executor):
                     self._close(self._to_close.popleft())
             yield
 
-    def open(self) -> int:
-        """A new, empty sequence."""
+    @property
+    def adapters(self) -> AdapterSet:
+        """What a sequence is opened with where nothing else is asked for."""
+        return self._adapters
+
+    def open(self, adapters: AdapterSet | None = None) -> int:
+        """A new, empty sequence, computed with these adapters (None: `self.adapters`), and so are its clones.
+
+        Raises OptionError for adapters of another model, or that were freed.
+        """
         with self._turn_of_caller():
-            return self.cache.open()
+            wanted = self._checked(self._adapters if adapters is None else adapters)
+            sequence = self.cache.open()
+            self._adapt(sequence, wanted)
+            return sequence
+
+    def _checked(self, adapters: AdapterSet) -> AdapterSet:
+        for adapter, scale in adapters.scaled:
+            if not isinstance(adapter, Adapter) or adapter.model is not self.model:
+                raise OptionError(f"{adapter!r} was loaded for another model")
+            if adapter.is_closed:
+                raise OptionError(f"{adapter!r} cannot be used any more")
+            adapter.check_scale(scale)
+        return adapters
+
+    def _adapt(self, sequence: int, adapters: AdapterSet) -> None:
+        if adapters.scaled:
+            self._adapters_of[sequence] = adapters
+
+    def drop_adapter(self, adapter: Adapter) -> None:
+        """Free an adapter and the graphs over it; idempotent.
+
+        Raises OptionError, with nothing freed, while sequences are open that use it, or new ones would.
+        """
+        with self._turn_of_caller():
+            n_users = sum(adapter in adapters.adapters for adapters in self._adapters_of.values())
+            if n_users or adapter in self._adapters.adapters:
+                what = f"{n_users} open sequences use" if n_users else "new sequences are opened with"
+                raise OptionError(f"{what} {adapter!r}")
+            self.graphs.drop(lambda key: adapter in key.adapters)
+            adapter.free()
 
     def close(self, sequence: int) -> None:
         """Drop a sequence; cells that nobody else owns are free again."""
@@ -265,6 +309,7 @@ class GgmlExecutor(Executor):
 
     def _close(self, sequence: int) -> None:
         self.cache.close(sequence)
+        self._adapters_of.pop(sequence, None)
         self._compaction.forget(sequence)
 
     def close_later(self, sequence: int) -> None:
@@ -278,11 +323,13 @@ class GgmlExecutor(Executor):
         """
         with self._turn_of_caller():
             try:
-                return self.cache.clone(source, upto)
+                sequence = self.cache.clone(source, upto)
             except (UnknownSequenceError, PositionError):
                 raise
             except CacheError:
                 return None
+            self._adapt(sequence, self._adapters_of.get(source, NO_ADAPTERS))
+            return sequence
 
     def rewind(self, sequence: int, to: int) -> None:
         """Drop what a sequence holds from position `to` on."""
@@ -343,10 +390,10 @@ class GgmlExecutor(Executor):
     def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Compute one step: logits f32 [outputs, n_vocab], in batch order.
 
-        Raises InputError for unusable tokens and prepared inputs, ContextLengthError for positions that the model does
-        not have, and the kinds of CacheError for a step that cannot be, with nothing changed; ComputeError, and
-        AbortedError after `abort`, leave the step's cells claimed until its sequences are rewound or closed.
-        ClosedError after `close_all`.
+        Raises InputError for unusable tokens and prepared inputs, and for sequences of different adapters,
+        ContextLengthError for positions that the model does not have, and the kinds of CacheError for a step that
+        cannot be, with nothing changed; ComputeError, and AbortedError after `abort`, leave the step's cells claimed
+        until its sequences are rewound or closed. ClosedError after `close_all`.
         """
         with self._turn_of_caller():
             return self._forward(batch)
@@ -363,13 +410,16 @@ class GgmlExecutor(Executor):
         self._check(batch)
         step = self.cache.declare(batch.sequences)
         self._check_positions(step.positions)
+        adapters = self._adapters_in(batch)
         positions = step.positions if batch.positions is None else batch.positions
         if self.options.compact and np.array_equal(positions, step.positions):  # a step that is refused changes nothing
             self._compaction.before(step)
         placement = step.place(positions)
         self._make_room(placement.extent)
-        ready = self.graphs.get(GraphKey.of(batch, placement, self._row_tile, gives_hidden=gives_hidden))
-        ready.inputs.fill(batch, placement)
+        active = cast("tuple[Adapter, ...]", adapters.adapters)  # checked where the sequences were opened
+        key = GraphKey.of(batch, placement, self._row_tile, active, gives_hidden=gives_hidden)
+        ready = self.graphs.get(key)
+        ready.inputs.fill(batch, placement, adapters)
         ready.graph.compute()
         width = self.model.hp.n_embd if gives_hidden else self.model.hp.n_vocab
         result = self._read(ready, batch.n_outputs, width)
@@ -380,6 +430,17 @@ class GgmlExecutor(Executor):
         if self.options.compact:
             self._compaction.note(placement)
         return result
+
+    def _adapters_in(self, batch: Batch) -> AdapterSet:
+        """The adapters of all its sequences. Raises InputError where they are not the same."""
+        if not self._adapters_of:
+            return NO_ADAPTERS
+        found = {self._adapters_of.get(sequence, NO_ADAPTERS) for sequence in set(batch.sequences.tolist())}
+        if len(found) > 1:
+            raise InputError(
+                f"the sequences of a step have the same adapters, here they have {len(found)} sets of them"
+            )
+        return found.pop()
 
     def _make_room(self, extent: int) -> None:
         if self.cache.pool.must_grow(extent):
@@ -421,8 +482,10 @@ class GgmlExecutor(Executor):
             n_per_layer += _NODES_OF_EXPERTS + _NODES_PER_EXPERT * hp.experts.n_used
             if self.options.deterministic:
                 n_per_layer += _PRODUCTS_OF_EXPERTS * n_tensors_apart(key.n_tokens)
-        max_tensors = hp.n_layer * n_per_layer + _NODES_BESIDE
-        b = GraphBuilder(self.model.libraries, max_tensors, len(self.model.weights) + 2 * hp.n_layer)
+        n_apart = n_tensors_apart(key.n_tokens) if self.options.deterministic else 0
+        max_tensors = hp.n_layer * n_per_layer + _NODES_BESIDE + max_nodes(key.adapters, n_apart)
+        n_outside = len(self.model.weights) + 2 * hp.n_layer + sum(2 * len(each.pairs) for each in key.adapters)
+        b = GraphBuilder(self.model.libraries, max_tensors, n_outside)
         try:
             inputs = GraphInputs(b, key, self.cache, hp.n_vocab, hp.n_embd, join=self._join)
             g = ModelGraph(
@@ -440,6 +503,7 @@ class GgmlExecutor(Executor):
                 inputs.prepared,
                 rows_apart=self.options.deterministic,
                 ends_at_norm=key.gives_hidden,
+                adapted=inputs.adapted,
             )
             result = self.model.architecture.graph(g)
             if result is not None:

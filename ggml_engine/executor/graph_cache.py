@@ -65,6 +65,11 @@ class GraphCache:
             _, oldest = self._ready.popitem(last=False)
             oldest.graph.free()
 
+    def drop(self, is_stale: Callable[[GraphKey], bool]) -> None:
+        """Drop the graphs of some keys."""
+        for key in [key for key in self._ready if is_stale(key)]:
+            self._ready.pop(key).graph.free()
+
     def clear(self) -> None:
         """Drop all graphs."""
         for ready in self._ready.values():

@@ -23,6 +23,9 @@ from ggml_engine.executor.prepared import EmbeddingInput
 from ggml_engine.ggml.backends import has_data, host_view, set_data
 from ggml_engine.ggml.ops import GraphBuilder, Tensor
 from ggml_engine.ggml.tensor_types import TensorType
+from ggml_engine.models.adapted import AdaptedProducts
+from ggml_engine.models.adapter import Adapter
+from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
 from ggml_engine.models.attention import KvRows
 from ggml_engine.models.blocks import OfPositions, PreparedRows
 from ggml_engine.pool.cells import Placement
@@ -46,9 +49,18 @@ class GraphKey:
     reads: tuple[Spans, ...]  # per window
     n_prepared: int = 0  # rows that are not looked up, padding included
     gives_hidden: bool = False  # in place of logits
+    adapters: tuple[Adapter, ...] = ()  # whatever their scales
 
     @classmethod
-    def of(cls, batch: Batch, placement: Placement, row_tile: int = 1, *, gives_hidden: bool = False) -> GraphKey:
+    def of(
+        cls,
+        batch: Batch,
+        placement: Placement,
+        row_tile: int = 1,
+        adapters: tuple[Adapter, ...] = (),
+        *,
+        gives_hidden: bool = False,
+    ) -> GraphKey:
         """The key of a step; one without outputs has the same, whatever it would give."""
         reads = tuple(tuple(read.spans) for read in placement.reads)
         n_outputs = batch.n_outputs
@@ -58,7 +70,7 @@ class GraphKey:
             n_prepared = _padded(_prepared_rows(batch, n_tokens).size, row_tile)
         selects = 0 < n_outputs < batch.n_tokens
         gives_hidden = gives_hidden and n_outputs > 0
-        return cls(n_tokens, _padded(n_outputs, row_tile), selects, reads, n_prepared, gives_hidden)
+        return cls(n_tokens, _padded(n_outputs, row_tile), selects, reads, n_prepared, gives_hidden, adapters)
 
 
 def _padded(n: int, tile: int) -> int:
@@ -115,6 +127,7 @@ class GraphInputs:
             self._mask_data.append(np.empty((n, n_rows), np.float16))
         self.outputs = b.input("inp_outputs", TensorType.I32, key.n_outputs) if key.selects_outputs else None
         self._rotations: dict[int, Tensor] = {}
+        self.adapted = AdaptedProducts(b, key.adapters) if key.adapters else None
 
     def of_positions(self, name: str, function: OfPositions) -> Tensor:
         """An input f32 [1, 1, tokens]: what `function` makes of the tokens' positions i32 [tokens]. One for a name."""
@@ -153,8 +166,11 @@ class GraphInputs:
 
     # ---- filling
 
-    def fill(self, batch: Batch, placement: Placement) -> None:
-        """Set every input for a step of this shape. Raises InputError for a token id outside of the vocabulary."""
+    def fill(self, batch: Batch, placement: Placement, adapters: AdapterSet = NO_ADAPTERS) -> None:
+        """Set every input for a step of this shape, computed with `adapters`: those of the key, at any scales.
+
+        Raises InputError for a token id outside of the vocabulary.
+        """
         check_tokens(batch.tokens, self._n_vocab)
         n = self._key.n_tokens
         self._set(self.tokens, _repeat_last(batch.tokens, n))
@@ -180,6 +196,9 @@ class GraphInputs:
             self._set(self.outputs, _repeat_last(wanted, self._key.n_outputs))
         for size, tensor in self._rotations.items():
             self._set(tensor, hadamard(size))
+        for tensor, row in () if self.adapted is None else self.adapted.values(adapters):
+            if has_data(tensor):  # a step without logits does not compute the last layer's products
+                self._set(tensor, row)
 
     def _fill_prepared(self, prepared: PreparedRows, batch: Batch) -> None:
         ids = _prepared_rows(batch, self._key.n_tokens)

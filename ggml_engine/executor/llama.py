@@ -26,6 +26,7 @@ from ggml_engine.errors import (
     ComputeError,
     ContextLengthError,
     InputError,
+    OptionError,
     PoolFullError,
     PositionError,
     RewindError,
@@ -41,6 +42,7 @@ from ggml_engine.ggml.abort import AbortFlag
 from ggml_engine.ggml.backends import cpu_device, default_threads
 from ggml_engine.ggml.llama_context import LlamaContext, LlamaContextOptions
 from ggml_engine.ggml.llama_model import LlamaModel
+from ggml_engine.models.adapter_set import AdapterSet
 from ggml_engine.models.fingerprint import metadata_fingerprint
 from ggml_engine.models.kv_estimate import estimate_bytes_per_cell
 from ggml_engine.pool.arguments import checked_int
@@ -155,8 +157,10 @@ class LlamaExecutor(Executor):
                 raise ClosedError("the executor was closed")
             yield
 
-    def open(self) -> int:
-        """A new, empty sequence."""
+    def open(self, adapters: AdapterSet | None = None) -> int:
+        """A new, empty sequence. Raises OptionError for adapters: this executor takes none."""
+        if adapters is not None and adapters.scaled:
+            raise OptionError("libllama's context takes no adapters here: they are the native engine's")
         with self._turn_of_caller():
             return self._cells.open()
 

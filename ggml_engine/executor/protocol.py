@@ -16,6 +16,7 @@ from ggml_engine.errors import InputError
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.image import ImageReader, ImageWriter, KvImage
 from ggml_engine.executor.prepared import PreparedInput
+from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
 
 
 class Executor(ABC):
@@ -66,6 +67,14 @@ class Executor(ABC):
         return {}
 
     @property
+    def adapters(self) -> AdapterSet:
+        """What a sequence is opened with where nothing else is asked for.
+
+        Not part of `fingerprint`: a sequence's own is `AdapterSet.fingerprint_over` it.
+        """
+        return NO_ADAPTERS
+
+    @property
     def bytes_per_cell(self) -> int:
         """Bytes that the K/V of a cell takes; 0 where that is not known."""
         return 0
@@ -77,8 +86,11 @@ class Executor(ABC):
     # ---- sequences
 
     @abstractmethod
-    def open(self) -> int:
-        """A new, empty sequence."""
+    def open(self, adapters: AdapterSet | None = None) -> int:
+        """A new, empty sequence, computed with these adapters (None: `self.adapters`), and so are its clones.
+
+        Raises OptionError for adapters that cannot be had.
+        """
 
     @abstractmethod
     def close(self, sequence: int) -> None:
@@ -130,8 +142,9 @@ class Executor(ABC):
     def forward(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Compute one step: logits f32 [outputs, n_vocab], in batch order.
 
-        Raises PoolFullError and other refusals with nothing changed; AbortedError after `abort`, and any other error
-        of the computation, with the step's cells claimed until its sequences are rewound or closed.
+        All its sequences have the same adapters. Raises PoolFullError and other refusals with nothing changed;
+        AbortedError after `abort`, and any other error of the computation, with the step's cells claimed until its
+        sequences are rewound or closed.
         """
 
     def forward_hidden(self, batch: Batch) -> npt.NDArray[np.float32]:  # noqa: ARG002  # the default refuses

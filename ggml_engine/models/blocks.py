@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.ggml.ops import GraphBuilder, Rope, Tensor
+from ggml_engine.models.adapted import AdaptedProducts
 from ggml_engine.models.attention import AttentionForm, KvStore, attend
 from ggml_engine.models.config import Hyperparameters
 
@@ -47,6 +48,7 @@ class ModelGraph:
     prepared: PreparedRows | None = None
     rows_apart: bool = False  # a token's bits must not depend on what the others are
     ends_at_norm: bool = False  # the result is what the output weight would be multiplied with
+    adapted: AdaptedProducts | None = None
 
     def weight(self, name: str) -> Tensor:
         """A required tensor; `name` without ".weight"."""
@@ -58,6 +60,8 @@ class ModelGraph:
         Plus those of their positions, where the model has any: a position beyond that table must not come here.
         """
         x = self.b.get_rows(self.weight("token_embd"), self.tokens, "inp_embd")
+        if self.adapted is not None:
+            x = self.adapted.add_to_rows(x, "token_embd.weight", self.tokens)
         if scale is not None:
             x = self.b.scale(x, scale, "inp_scaled")
         if self.prepared is not None:
@@ -95,13 +99,21 @@ class ModelGraph:
         return self.heads(self.norm(self.all_heads(x), weight), x.ne[1])
 
     def linear(self, x: Tensor, weight: str, *, f32_accumulation: bool = False) -> Tensor:
-        """weight x, times the scale and plus the bias if the file has them."""
+        """weight x, times the scale, plus what adapters change, plus the bias, where there are any."""
         y = self.b.mul_mat(self.weight(weight), x, f"{weight}.out", f32_accumulation=f32_accumulation)
         if (scale := self.weights.get(f"{weight}.scale")) is not None:
             y = self.b.mul(y, scale, f"{weight}.scaled")
+        y = self._with_changes(y, weight, x)
         if (bias := self.weights.get(f"{weight}.bias")) is not None:
             y = self.b.add(y, bias, f"{weight}.biased")
         return y
+
+    def product(self, x: Tensor, weight: str, name: str = "") -> Tensor:
+        """weight x and what adapters change of it, without scale and bias."""
+        return self._with_changes(self.b.mul_mat(self.weight(weight), x, name or f"{weight}.out"), weight, x)
+
+    def _with_changes(self, y: Tensor, weight: str, x: Tensor) -> Tensor:
+        return y if self.adapted is None else self.adapted.add_to_product(y, f"{weight}.weight", x)
 
     # ---- attention
 

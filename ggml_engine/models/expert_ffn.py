@@ -189,13 +189,15 @@ def _gate_and_up(g: ModelGraph, x: Tensor, chosen: Tensor, prefix: str) -> tuple
 
 
 def _product(g: ModelGraph, x: Tensor, chosen: Tensor, weight: str) -> Tensor:
-    """Every chosen expert's weight times x, with its scale and bias where the file has them."""
-    multiply = g.b.mul_mat_id_apart if g.rows_apart else g.b.mul_mat_id
-    y = multiply(g.weight(weight), x, chosen, f"{weight}.out")
+    """Every chosen expert's weight times x, with its scale, what adapters change, and its bias, where there are any."""
+    product = g.b.mul_mat_id_apart if g.rows_apart else g.b.mul_mat_id
+    y = product(g.weight(weight), x, chosen, f"{weight}.out")
     if (scale := g.weights.get(f"{weight}.scale")) is not None:
         n_expert, n_tokens = scale.ne[0], chosen.ne[1]
         scales = g.b.repeat_to(g.b.reshape(scale, 1, n_expert, 1), 1, n_expert, n_tokens, 1)
         y = g.b.mul(y, g.b.get_rows(scales, chosen), f"{weight}.scaled")
+    if g.adapted is not None:
+        y = g.adapted.add_to_experts(y, f"{weight}.weight", x, lambda a, x: product(a, x, chosen))
     if (bias := g.weights.get(f"{weight}.bias")) is not None:
         y = g.b.add_id(y, bias, chosen, f"{weight}.biased")
     return y

@@ -29,6 +29,7 @@ class Model:
     libraries: Libraries
     backends: tuple[Backend, ...]
     layer_backends: tuple[Backend, ...]
+    n_offloaded: int  # layers on the device, from the end; the output is one more
 
     @cached_property
     def fingerprint(self) -> str:
@@ -86,7 +87,7 @@ def load_model(
     first = hp.n_layer + 1 - n_offloaded
     layer_backends = tuple(on_device if il >= first else cpu for il in range(hp.n_layer))
     backends = (cpu,) if on_device is cpu else (on_device, cpu)
-    return Model(file, architecture, hp, weights, libraries, backends, layer_backends)
+    return Model(file, architecture, hp, weights, libraries, backends, layer_backends, n_offloaded)
 
 
 def check_gpu_layers(gpu_layers: int | None) -> None:

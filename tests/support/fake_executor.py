@@ -26,6 +26,7 @@ from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.cell_image import CellImageReader, CellImageWriter, Turn
 from ggml_engine.executor.image import KvImage, Rows
 from ggml_engine.executor.prepared import Kind, PreparedInput, PreparedSlice
+from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
 from ggml_engine.pool.cells import CellCache, Placement
 
 WAIT_S = 10.0  # no wait of a test takes longer; what is waited for comes at once
@@ -57,6 +58,14 @@ def keys_of(history: Sequence[Entry]) -> list[int]:
     return keys
 
 
+def adapter_keys(adapters: AdapterSet) -> list[int]:
+    """What stands before the keys of a sequence that has adapters."""
+    if not adapters.scaled:
+        return []
+    digest = hashlib.blake2b(adapters.fingerprint_over("").encode(), digest_size=7).digest()
+    return [(1 << 61) | int.from_bytes(digest, "little")]
+
+
 def next_token(keys: Sequence[int], n_vocab: int) -> int:
     """The likeliest token after these keys."""
     return _token_of(hashlib.blake2b(struct.pack(f"<{len(keys)}q", *keys), digest_size=8).digest(), n_vocab)
@@ -67,9 +76,9 @@ def logits_after(keys: Sequence[int], n_vocab: int) -> Logits:
     return _row_of(hashlib.blake2b(struct.pack(f"<{len(keys)}q", *keys), digest_size=8).digest(), n_vocab)
 
 
-def continuation(history: Sequence[Entry], n: int, n_vocab: int) -> list[int]:
+def continuation(history: Sequence[Entry], n: int, n_vocab: int, adapters: AdapterSet = NO_ADAPTERS) -> list[int]:
     """The `n` tokens that greedy sampling without penalties appends to a history."""
-    keys, found = keys_of(history), []
+    keys, found = [*adapter_keys(adapters), *keys_of(history)], []
     for _ in range(n):
         found.append(next_token(keys, n_vocab))
         keys.append(found[-1])
@@ -246,6 +255,7 @@ class FakeExecutor(CellExecutor):
         self.rows = FakeRows(self, row_bytes)
         self._keys = np.full(self.cache.capacity, -(1 << 62), np.int64)  # what every cell holds
         self._written: dict[int, int] = {}  # sequence -> one past the highest position ever written, for the ring
+        self.adapters_of: dict[int, AdapterSet] = defaultdict(lambda: NO_ADAPTERS)  # sequences of images have none
         self._extra: dict[int, int] = defaultdict(int)  # cells beyond those that were asked for
         self._abort = threading.Event()
         self._busy = threading.Lock()
@@ -272,9 +282,9 @@ class FakeExecutor(CellExecutor):
 
     # ---- for tests
 
-    def expected(self, history: Sequence[Entry], n: int) -> list[int]:
+    def expected(self, history: Sequence[Entry], n: int, adapters: AdapterSet = NO_ADAPTERS) -> list[int]:
         """The greedy continuation of a history."""
-        return continuation(history, n, self._n_vocab)
+        return continuation(history, n, self._n_vocab, adapters)
 
     @contextmanager
     def holding_forward(self, after: int = 0) -> Iterator[Gate]:
@@ -338,11 +348,13 @@ class FakeExecutor(CellExecutor):
 
     # ---- sequences
 
-    def open(self) -> int:
+    def open(self, adapters: AdapterSet | None = None) -> int:
         with self._call("open") as done:
             self.open_gate.enter()
             _raise(self.open_faults.next())
-            return done(self._opened(self.cache.open()))
+            sequence = done(self._opened(self.cache.open()))
+            self.adapters_of[sequence] = self.adapters if adapters is None else adapters
+            return sequence
 
     def close(self, sequence: int) -> None:
         with self._call("close", sequence):
@@ -377,6 +389,7 @@ class FakeExecutor(CellExecutor):
             if isinstance(fault, int):
                 upto += fault
             child = self._opened(self.cache.clone(source, upto))
+            self.adapters_of[child] = self.adapters_of[source]
             self._written[child] = upto
             return done(child)
 
@@ -436,6 +449,8 @@ class FakeExecutor(CellExecutor):
         try:
             if not 0 < batch.n_tokens <= self._max_batch_tokens:
                 self.violations.append(f"a forward of {batch.n_tokens} tokens")
+            if len({self.adapters_of[sequence] for sequence in batch.sequences.tolist()}) > 1:
+                self.violations.append("a forward of sequences with different adapters")
             for sequence, extra in self._extra.items():
                 if extra:
                     self.cache.rewind(sequence, self.length_now(sequence))
@@ -491,7 +506,8 @@ class FakeExecutor(CellExecutor):
         for i, sequence in enumerate(batch.sequences.tolist()):
             if sequence not in hashers:
                 before = self.cache.cells_of(sequence)[: self.cache.length(sequence)]
-                hashers[sequence] = hashlib.blake2b(self._keys[before].astype("<i8").tobytes(), digest_size=8)
+                first = np.array(adapter_keys(self.adapters_of[sequence]), "<i8").tobytes()
+                hashers[sequence] = hashlib.blake2b(first + self._keys[before].astype("<i8").tobytes(), digest_size=8)
             hashers[sequence].update(struct.pack("<q", int(self._keys[placement.cells[i]])))
             if batch.wants_logits[i]:
                 rows.append(_row_of(hashers[sequence].digest(), self._n_vocab))

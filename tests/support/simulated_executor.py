@@ -19,6 +19,7 @@ from ggml_engine.errors import AbortedError, ComputeError, InputError, PoolFullE
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.prepared import Kind, PreparedInput
 from ggml_engine.ggml.sampler_config import SamplerConfig
+from ggml_engine.models.adapter_set import AdapterSet
 from ggml_engine.pool.cells import CellCache
 
 N_VOCAB = 23
@@ -103,7 +104,7 @@ class SimulatedExecutor(CellExecutor):
         self.last_opened = -1
         self.n_changes = 0  # of cells, or of who owns them
 
-    def open(self) -> int:
+    def open(self, adapters: AdapterSet | None = None) -> int:  # none are simulated
         if self.open_fault:
             self.open_fault = False
             raise ComputeError("an open that was to fail")

@@ -101,7 +101,7 @@ def test_execution_options_have_the_names_and_defaults_of_engine_load() -> None:
         shown = shown_default(PARAMS[name], ctx)
         default = parameters[name].default
         assert (
-            shown == {"mmap": "--mmap", "deterministic": "--no-deterministic"}.get(name, str(default))
+            shown == {"mmap": "--mmap", "deterministic": "--no-deterministic", "adapters": ""}.get(name, str(default))
             or default is None
         ), name
 
@@ -128,11 +128,29 @@ def test_execution_options_reach_engine_load(monkeypatch) -> None:
     given = {name: engine.load_options[name] for name in execution_options.LOAD_OPTIONS}
     assert given == {
         "engine": "llama", "ctx": 99, "threads": 3, "device": "cpu", "gpu_layers": 4, "mmap": False, "kv_type": "f32",
-        "cache_kind": "sequence", "attention": "flash", "max_batch_tokens": 16, "deterministic": True,
+        "cache_kind": "sequence", "attention": "flash", "max_batch_tokens": 16, "deterministic": True, "adapters": (),
     }  # fmt: skip
 
 
+def test_adapters_have_a_scale_after_the_last_colon_that_is_no_part_of_a_files_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = FakeEngine()
+    monkeypatch.setattr(run_module, "load_engine", engine.load)
+    named = tmp_path / "a:2"
+    named.touch()
+    given = ["a.gguf", "a.gguf:0.5", "a.gguf:-1", "C:\\a.gguf", "b:c:2e0", str(named), f"{named}:3"]
+    assert main(["run", "m", "p", *(part for text in given for part in ("--lora", text))]) == 0
+    assert engine.load_options["adapters"] == (
+        ("a.gguf", 1.0), ("a.gguf", 0.5), ("a.gguf", -1.0), ("C:\\a.gguf", 1.0), ("b:c", 2.0), (str(named), 1.0),
+        (str(named), 3.0),
+    )  # fmt: skip
+
+
 BAD: list[tuple[list[str], str]] = [
+    (["--lora", "a.gguf:nan"], "--lora"),
+    (["--lora", "a.gguf:-inf"], "--lora"),
+    (["--lora", ":1"], "--lora"),
     (["--temperature", "-1"], "--temperature"),
     (["--temperature", "nan"], "--temperature"),
     (["--temperature", "warm"], "--temperature"),

@@ -280,7 +280,7 @@ def _experts(g: ModelGraph, x: Tensor, il: int) -> Tensor:
     prefix = f"blk.{il}"
     routed = g.b.scale(g.rms_norm(x), inverse_sqrt_f32(g.hp.n_embd))
     routed = g.b.mul(routed, g.weights[f"{prefix}.ffn_gate_inp.scale"], f"{prefix}.ffn_moe_routed")
-    logits = g.b.mul_mat(g.weight(f"{prefix}.ffn_gate_inp"), routed, f"{prefix}.ffn_moe_logits")
+    logits = g.product(routed, f"{prefix}.ffn_gate_inp", f"{prefix}.ffn_moe_logits")
     fed = expert_ffn(g, g.norm(x, f"{prefix}.pre_ffw_norm_2"), il, "geglu", logits=logits)
     return g.norm(fed, f"{prefix}.post_ffw_norm_2")
 
