@@ -48,10 +48,10 @@ class PrefixCache:
 
     Reuse saves computing; it is no measure of memory: snapshots share cells with each other and with the sessions that
     they were taken of (`n_bytes` counts a shared cell once). Logits after reused tokens differ from those of a cold run
-    unless the geometry is the same (docs/determinism.md): after 600 tokens of text, on x86-64 with AVX2, by up to 1.0
-    on SmolLM2 135M and 1.8 on Gemma 3 270M, probabilities at temperature 0.8 by up to 0.03 and 0.07, over K/V of f16 or
-    q8_0 (benchmarks/prefix_reuse.py measures it). That the greedy text is the same is promised in deterministic mode
-    only. Prepared inputs are not tokens: a snapshot that holds one is refused.
+    unless the geometry is the same (docs/determinism.md): after 600 to 2,048 tokens of text, on x86-64 with AVX2, by up
+    to 1.0 on SmolLM2 135M and 1.8 on Gemma 3 270M, probabilities at temperature 0.8 by up to 0.17 and 0.07, over K/V of
+    f16 or q8_0 (benchmarks/prefix_reuse.py measures it). That the greedy text is the same is promised in deterministic
+    mode only. Prepared inputs are not tokens: a snapshot that holds one is refused.
 
     All methods may be called from any thread. Those that wait for the engine (`lookup`, `insert`, `n_bytes`, `save`,
     `load`, `PromptCapture.collect`) raise WouldBlockError in its callbacks, and TimeoutError after `timeout` seconds;
