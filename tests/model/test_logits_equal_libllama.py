@@ -20,6 +20,7 @@ from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.executor import GgmlExecutor
 from ggml_engine.models.model import Model
 from ggml_engine.pool import read_plan
+from ggml_engine.pool.window import Window
 
 MODELS = {"S": smollm2, "G": gemma3_270m}
 MODES = {"matmul over columns": ("matmul", "columns"), "flash over rows": ("flash", "rows")}
@@ -126,7 +127,7 @@ def test_seven_hundred_tokens_reach_past_the_windows_of_gemma(pair: Pair, monkey
     assert set(pair.model.hp.window) == {0, 512}
     expected = last_of_theirs(pair, pair.prompt, 0)
     fill_mask = read_plan.fill_mask
-    monkeypatch.setattr(read_plan, "fill_mask", lambda out, groups, _: fill_mask(out, groups, 0))
+    monkeypatch.setattr(read_plan, "fill_mask", lambda out, groups, _: fill_mask(out, groups, Window()))
     with executor_over(pair.model, capacity=N_CELLS, attention=pair.ours.form.value) as executor:
         sequence = executor.open()
         for start in range(0, 700, N_STEP):
