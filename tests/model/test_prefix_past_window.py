@@ -49,6 +49,7 @@ def assert_same(found: Generation, wanted: Generation) -> None:
     assert found.logprobs == wanted.logprobs
 
 
+@pytest.mark.slow
 def test_what_changes_far_behind_the_window_and_what_is_rewound_past_it(engine: Engine, prompt: list[int]) -> None:
     # R36 R39 R40 R65 R103
     cache = PrefixCache(2)

@@ -77,9 +77,9 @@ def opening(*, has_tools: bool) -> str:
 
 
 def _tools_of_parts() -> dict[str, tuple[str, dict[str, str]]]:
-    """Three more tools for most parts of the project: agents carry many."""
+    """Three more tools for every part of the project: agents carry many."""
     found: dict[str, tuple[str, dict[str, str]]] = {}
-    for part in _PARTS[:10]:
+    for part in _PARTS:
         found[f"outline_of_{part}"] = (f"List what the {part} defines.", {"depth": "How many levels, from 1."})
         found[f"history_of_{part}"] = (f"Show the last changes of the {part}.", {"n": "How many.", "since": "A day."})
         found[f"profile_of_{part}"] = (f"Measure where the {part} spends its time.", {"path": "The file to run it on."})
