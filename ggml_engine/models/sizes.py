@@ -87,6 +87,12 @@ def check_whole_heads(reader: MetadataReader, sizes: Sizes) -> None:
     head_k, head_v = sizes.n_embd_head_k[0], sizes.n_embd_head_v[0]
     if head_v != head_k:
         raise HyperparameterError(reader.key("attention.value_length"), f"must be key_length {head_k}, is {head_v}")
+    check_whole_rotation(reader, sizes)
+
+
+def check_whole_rotation(reader: MetadataReader, sizes: Sizes) -> None:
+    """Raise HyperparameterError where a part of a head alone is rotated."""
+    head_k = sizes.n_embd_head_k[0]
     if sizes.n_rot != head_k:
         reason = f"must equal the head size {head_k}, is {sizes.n_rot}"
         raise HyperparameterError(reader.key("rope.dimension_count"), reason)

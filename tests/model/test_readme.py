@@ -41,6 +41,12 @@ def run_module(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def example_with(text: str) -> str:
+    """The one Python example that has this text."""
+    (found,) = (block for block in blocks("python") if text in block)
+    return found
+
+
 def test_the_readme_shows_one_command_for_the_answer_and_one_for_the_tests() -> None:
     answer, tests = (block.strip() for block in blocks("bash"))
     for command in (answer, tests):
@@ -61,7 +67,7 @@ def test_the_first_python_example_runs(tmp_path: Path) -> None:
 
 
 def test_the_example_of_sessions_runs(tmp_path: Path) -> None:
-    _, example, _, _ = blocks("python")
+    example = example_with("clone_async(8)")
     (tmp_path / "example.py").write_text(example, encoding="utf-8")
     done = run_module("-W", "error", "example.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -70,7 +76,7 @@ def test_the_example_of_sessions_runs(tmp_path: Path) -> None:
 
 
 def test_the_example_of_prefixes_runs(tmp_path: Path) -> None:
-    _, _, example, *_ = blocks("python")
+    example = example_with("capture.at_end()")
     (tmp_path / "example.py").write_text(example, encoding="utf-8")
     done = run_module("-W", "error", "example.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -82,8 +88,16 @@ def test_the_example_of_prefixes_runs(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+def test_the_example_of_embeddings_runs(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(example_with("engine.embed("), encoding="utf-8")
+    done = run_module("-W", "error", "example.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert done.stderr == ""
+
+
 def test_the_example_of_a_restart_evaluates_one_token_the_second_time(tmp_path: Path) -> None:
-    _, _, _, example, _ = blocks("python")
+    example = example_with("cache.save(")
     (tmp_path / "example.py").write_text(example, encoding="utf-8")
     for start, (loaded, is_first) in enumerate([("nothing loaded: missing", True), ("loaded 1 prefixes", False)]):
         done = run_module("-W", "error", "example.py", cwd=tmp_path)
@@ -96,7 +110,7 @@ def test_the_example_of_a_restart_evaluates_one_token_the_second_time(tmp_path: 
 
 
 def test_the_example_of_many_sequences_runs(tmp_path: Path) -> None:
-    *_, example = blocks("python")
+    example = example_with("Batch.of_sequence")
     (tmp_path / "example.py").write_text(example, encoding="utf-8")
     done = run_module("-W", "error", "example.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ from tiny_models import F16, Q8_0, VOCAB, write_gemma3, write_llama
 from ggml_engine.executor.executor import GgmlExecutor
 from ggml_engine.ggml import backends
 from ggml_engine.pool import read_plan
+from ggml_engine.pool.window import Window
 
 TOKENS: list[int] = np.random.default_rng(7).integers(3, VOCAB, 40).tolist()
 
@@ -211,8 +212,8 @@ def see_everything(out: np.ndarray, *_: object) -> None:
     out.fill(0)
 
 
-def see_the_whole_past(out: np.ndarray, groups: Any, _: int) -> None:
-    masks_fill(out, groups, 0)
+def see_the_whole_past(out: np.ndarray, groups: Any, _: Window) -> None:
+    masks_fill(out, groups, Window())
 
 
 masks_fill = read_plan.fill_mask

@@ -65,7 +65,7 @@ def test_the_default_number_of_cells_counts_what_is_stored(monkeypatch: pytest.M
     found = {}
     for attention in ("matmul", "flash"):
         with GGUFFile.open(model_file("deepseek2")) as file:
-            executor = load_executor(file, attention=attention, threads=1)  # type: ignore[arg-type]
+            executor = load_executor(file, attention=attention, threads=1).executor  # type: ignore[arg-type]
             found[attention] = executor.capacity
             executor.close_all()
     in_columns, in_rows = 100_000 // (N_LAYER * 2 * (K + V)), 100_000 // (N_LAYER * 2 * K)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from control_simulator import play, replay_command
@@ -66,8 +67,8 @@ def a_clone_inherits_the_pending_token(patch: Patch) -> None:
 def a_clone_has_one_token_too_few(patch: Patch) -> None:
     register = Scheduler._register
 
-    def wrong(self: Scheduler, sequence: int, tokens: list[int], *, is_snapshot: bool = False) -> SessionState:
-        return register(self, sequence, tokens[:-1], is_snapshot=is_snapshot)
+    def wrong(self: Scheduler, sequence: int, tokens: list[int], **options: Any) -> SessionState:
+        return register(self, sequence, tokens[:-1], **options)
 
     patch.setattr(Scheduler, "_register", wrong)
 
@@ -81,9 +82,9 @@ def clones_do_not_count_as_sessions(patch: Patch) -> None:
 def numbers_of_sessions_are_used_again(patch: Patch) -> None:
     register = Scheduler._register
 
-    def wrong(self: Scheduler, sequence: int, tokens: list[int], *, is_snapshot: bool = False) -> SessionState:
+    def wrong(self: Scheduler, sequence: int, tokens: list[int], **options: Any) -> SessionState:
         self._next_number = next(n for n in range(1000) if n not in self._sessions)
-        return register(self, sequence, tokens, is_snapshot=is_snapshot)
+        return register(self, sequence, tokens, **options)
 
     patch.setattr(Scheduler, "_register", wrong)
 

@@ -25,7 +25,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     executor.close_all = lambda: freed.append("executor")
     file: Any = SimpleNamespace(close=lambda: freed.append("file"))
     vocabulary: Any = None
-    loaded: Any = SimpleNamespace(executor=executor, kind="native", reason="")
+    loaded: Any = SimpleNamespace(executor=executor, kind="native", reason="", adapters=())
     made: Any = Engine(file, vocabulary, loaded)
     made.freed = freed
     return made

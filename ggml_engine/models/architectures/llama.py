@@ -24,14 +24,14 @@ from ggml_engine.models.expert_ffn import expert_ffn, expert_weights
 from ggml_engine.models.experts import Gating, read_experts
 from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32
 from ggml_engine.models.rope import read_long_context, read_rope
-from ggml_engine.models.sizes import check_whole_heads, read_rms_eps, read_sizes
+from ggml_engine.models.sizes import check_whole_rotation, read_rms_eps, read_sizes
 from ggml_engine.models.weights import TensorSpec
 
 
 def hyperparameters(reader: MetadataReader) -> Hyperparameters:
     """Read and check."""
     sizes = read_sizes(reader)
-    check_whole_heads(reader, sizes)
+    check_whole_rotation(reader, sizes)
     experts = None
     if reader.integer("expert_count", 0, 1 << 16, 0):
         experts = read_experts(
