@@ -145,13 +145,13 @@ LLAMA = [
     value_case(42, "rope.dimension_count", 8, "head size 16", "8"),
     value_case(60, "expert_count", 2**31, "2147483648"),
     Case(60, "experts", key("expert_count", 8), HyperparameterError, ("llama.expert_used_count", "does not have")),
-    value_case(62, "attention.value_length", 8, "key_length 16", "8"),
+    Case(62, "another value_length", key("attention.value_length", 8), WeightError, ("attn_v.weight", "expected")),
     Case(
         62,
         "another key_length",
-        key("attention.key_length", 64),
-        HyperparameterError,
-        ("llama.attention.value_length", "key_length 64", "16"),
+        lambda f: (key("attention.key_length", 64)(f), without("rope.dimension_count")(f)),
+        WeightError,
+        ("attn_q.weight", "expected"),
     ),
 ]
 GEMMA = [
