@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from architecture_rows import model_file
+from architecture_rows import ROWS, model_file
 from engines import batch_of, feed, libllama_running, running
 from fake_executor import FakeExecutor
 from tiny_models import VOCAB, write_gemma3, write_llama
@@ -28,6 +28,7 @@ from ggml_engine.errors import (
 )
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.protocol import Executor
+from ggml_engine.models.registry import ARCHITECTURES
 
 # f16 K and V in other cells, steps of other lengths: kernels round by shape
 ROUNDED = 1e-1
@@ -69,10 +70,15 @@ EXECUTORS: dict[str, Callable[[Path], AbstractContextManager[Executor]]] = {
     **{f"libllama {name}": libllama(lambda _, name=name: model_file(name)) for name in ("mamba", "mamba2")},
     **{f"libllama {name}": libllama(lambda _, name=name: model_file(name)) for name in ("lfm2", "qwen35")},
 }
+FIRST_ROWS = [next(name for name, row in ROWS.items() if row.architecture == each) for each in ARCHITECTURES]
+EVERY_ARCHITECTURE: dict[str, Callable[[Path], AbstractContextManager[Executor]]] = {
+    **{f"native row {name}": native(lambda _, name=name: model_file(name)) for name in FIRST_ROWS},
+    **{f"libllama row {name}": libllama(lambda _, name=name: model_file(name)) for name in FIRST_ROWS},
+}
 KEEPS_THE_END_ONLY = {"libllama mamba", "libllama mamba2", "libllama lfm2", "libllama qwen35"}
 
 
-@pytest.fixture(params=EXECUTORS)
+@pytest.fixture(params=[*EXECUTORS, *(pytest.param(name, marks=pytest.mark.slow) for name in EVERY_ARCHITECTURE)])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -80,7 +86,7 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def executor(name: str, tmp_path: Path) -> Iterator[Executor]:
     """At the end all cells are free when all sequences are closed."""
-    with EXECUTORS[name](tmp_path) as executor:
+    with (EXECUTORS | EVERY_ARCHITECTURE)[name](tmp_path) as executor:
         yield executor
 
 
@@ -275,8 +281,8 @@ def test_cells_are_counted_once_however_many_share_them(executor: Executor) -> N
 
 
 def test_the_name_of_what_its_cells_hold_is_the_same_when_it_is_opened_again(name: str, tmp_path: Path) -> None:  # R25
-    with EXECUTORS[name](tmp_path) as executor:
+    with (EXECUTORS | EVERY_ARCHITECTURE)[name](tmp_path) as executor:
         first = executor.fingerprint
-    with EXECUTORS[name](tmp_path) as executor:
+    with (EXECUTORS | EVERY_ARCHITECTURE)[name](tmp_path) as executor:
         assert executor.fingerprint == first
     assert first
