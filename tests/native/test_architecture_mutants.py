@@ -60,7 +60,7 @@ def test_some_mutants_of_every_architecture_are_refused_or_run(batch: tuple[str,
 def test_many_mutants_of_an_architecture_are_refused_or_run(architecture: str) -> None:
     (figures,) = run_mutants(N_SLOW, 2, architecture).values()
     assert figures["refused"] > N_SLOW // 4
-    assert figures["ran"] > N_SLOW // 20
+    assert figures["ran"] > 0
 
 
 def test_the_keys_that_are_tried_are_those_that_the_architecture_reads() -> None:
