@@ -17,6 +17,16 @@ Layer = Callable[[ModelGraph, Tensor, int], Tensor | None]  # of x [n_embd, toke
 FeedForward = Callable[[ModelGraph, Tensor, int], Tensor]
 
 
+def self_attention(g: ModelGraph, x: Tensor, il: int) -> Tensor | None:
+    """The attention of most: `ModelGraph.self_attention`, nothing set."""
+    return g.self_attention(x, il)
+
+
+def swiglu_ffn(g: ModelGraph, x: Tensor, il: int) -> Tensor:
+    """The feed-forward of most."""
+    return g.ffn(x, il, "swiglu")
+
+
 def run_layers(g: ModelGraph, x: Tensor, layer: Layer) -> Tensor | None:
     """All layers over x; None when a step that wants no logits ends with the last layer's K and V."""
     for il in range(g.hp.n_layer):
@@ -28,7 +38,11 @@ def run_layers(g: ModelGraph, x: Tensor, layer: Layer) -> Tensor | None:
 
 
 def pre_norm_decoder(
-    g: ModelGraph, attention: Layer, feed_forward: FeedForward, *, ffn_norm: str = "ffn_norm"
+    g: ModelGraph,
+    attention: Layer = self_attention,
+    feed_forward: FeedForward = swiglu_ffn,
+    *,
+    ffn_norm: str = "ffn_norm",
 ) -> Tensor | None:
     """Logits of a decoder whose layers are `pre_norm_layer`s.
 

@@ -18,7 +18,7 @@ from ggml_engine.models.architecture import (
 )
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
-from ggml_engine.models.decoder import parallel_decoder
+from ggml_engine.models.decoder import parallel_decoder, self_attention, swiglu_ffn
 from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32
 from ggml_engine.models.rope import alternating, read_rope
 from ggml_engine.models.sizes import (
@@ -64,8 +64,8 @@ def graph(g: ModelGraph) -> Tensor | None:
     """Logits of the tokens that want them."""
     return parallel_decoder(
         g,
-        lambda g, x, il: g.self_attention(x, il),
-        lambda g, x, il: g.ffn(x, il, "swiglu"),
+        self_attention,
+        swiglu_ffn,
         added_last="attention",
     )
 

@@ -8,6 +8,7 @@ llama.cpp's src/models/command-r.cpp.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ggml_engine.ggml.ops import ROPE_NORMAL, Tensor
 from ggml_engine.models.architecture import (
@@ -20,10 +21,10 @@ from ggml_engine.models.architecture import (
 )
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
-from ggml_engine.models.decoder import parallel_decoder
-from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32
-from ggml_engine.models.rope import read_rope
-from ggml_engine.models.sizes import read_layer_norm_eps, read_scale, read_sizes
+from ggml_engine.models.decoder import parallel_decoder, self_attention, swiglu_ffn
+from ggml_engine.models.metadata import MetadataReader
+from ggml_engine.models.sizes import read_scale
+from ggml_engine.models.uniform import read_uniform
 from ggml_engine.models.weights import TensorSpec
 
 _LAYERS_WITH_HEAD_NORMS = 64  # models of so many and more have them
@@ -31,17 +32,8 @@ _LAYERS_WITH_HEAD_NORMS = 64  # models of so many and more have them
 
 def hyperparameters(reader: MetadataReader) -> Hyperparameters:
     """Read and check."""
-    sizes = read_sizes(reader)
-    return Hyperparameters(
-        architecture="command-r",
-        **sizes.keywords(),
-        norm_eps=read_layer_norm_eps(reader),
-        has_layer_norm=True,
-        rope=(read_rope(reader, ROPE_NORMAL, sizes),) * sizes.n_layer,
-        window=(0,) * sizes.n_layer,
-        attention_scale=inverse_sqrt_f32(sizes.n_embd_head_k[0]),
-        logit_scale=read_scale(reader, "logit_scale", 1.0),
-    )
+    hp = read_uniform(reader, ROPE_NORMAL, has_layer_norm=True, has_whole_heads=False)
+    return replace(hp, logit_scale=read_scale(reader, "logit_scale", 1.0))
 
 
 def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:
@@ -60,8 +52,8 @@ def graph(g: ModelGraph) -> Tensor | None:
     """Logits of the tokens that want them."""
     return parallel_decoder(
         g,
-        lambda g, x, il: g.self_attention(x, il),
-        lambda g, x, il: g.ffn(x, il, "swiglu"),
+        self_attention,
+        swiglu_ffn,
         added_last="attention",
     )
 

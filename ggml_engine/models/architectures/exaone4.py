@@ -20,7 +20,7 @@ from ggml_engine.models.architecture import (
 )
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
-from ggml_engine.models.decoder import sandwich_norm_decoder
+from ggml_engine.models.decoder import sandwich_norm_decoder, swiglu_ffn
 from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32
 from ggml_engine.models.rope import alternating, read_rope
 from ggml_engine.models.sizes import (
@@ -77,7 +77,7 @@ def graph(g: ModelGraph) -> Tensor | None:
     return sandwich_norm_decoder(
         g,
         lambda g, x, il: g.self_attention(x, il, factors),
-        lambda g, x, il: g.ffn(x, il, "swiglu"),
+        swiglu_ffn,
         norms_before=False,
     )
 

@@ -13,26 +13,15 @@ from ggml_engine.ggml.ops import ROPE_NEOX, Tensor
 from ggml_engine.models.architecture import Architecture, attention_weights, embedding_and_output, ffn_weights, norm
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
-from ggml_engine.models.decoder import parallel_layer, run_layers
-from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32
-from ggml_engine.models.rope import read_rope
-from ggml_engine.models.sizes import check_whole_heads, read_layer_norm_eps, read_sizes
+from ggml_engine.models.decoder import parallel_layer, run_layers, self_attention
+from ggml_engine.models.metadata import MetadataReader
+from ggml_engine.models.uniform import read_uniform
 from ggml_engine.models.weights import TensorSpec
 
 
 def hyperparameters(reader: MetadataReader) -> Hyperparameters:
     """Read and check."""
-    sizes = read_sizes(reader)
-    check_whole_heads(reader, sizes)
-    return Hyperparameters(
-        architecture="falcon",
-        **sizes.keywords(),
-        norm_eps=read_layer_norm_eps(reader),
-        has_layer_norm=True,
-        rope=(read_rope(reader, ROPE_NEOX, sizes),) * sizes.n_layer,
-        window=(0,) * sizes.n_layer,
-        attention_scale=inverse_sqrt_f32(sizes.n_embd_head_k[0]),
-    )
+    return read_uniform(reader, ROPE_NEOX, has_layer_norm=True)
 
 
 def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:
@@ -59,7 +48,7 @@ def _layer(g: ModelGraph, x: Tensor, il: int) -> Tensor | None:
         g,
         x,
         il,
-        lambda g, x, il: g.self_attention(x, il),
+        self_attention,
         lambda g, x, il: g.ffn(x, il, "gelu"),
         attn_norm="attn_norm_2" if has_two_norms else "attn_norm",
         added_last="residual",

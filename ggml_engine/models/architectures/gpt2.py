@@ -20,7 +20,7 @@ from ggml_engine.models.architecture import (
 )
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
-from ggml_engine.models.decoder import pre_norm_decoder
+from ggml_engine.models.decoder import pre_norm_decoder, self_attention
 from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32
 from ggml_engine.models.sizes import read_layer_norm_eps, read_sizes
 from ggml_engine.models.weights import Role, TensorSpec
@@ -56,7 +56,7 @@ def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:
 def graph(g: ModelGraph) -> Tensor | None:
     """Logits of the tokens that want them."""
     return pre_norm_decoder(
-        g, lambda g, x, il: g.self_attention(x, il), lambda g, x, il: g.ffn(x, il, "gelu")
+        g, self_attention, lambda g, x, il: g.ffn(x, il, "gelu")
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ arXiv:2204.06745; llama.cpp's src/models/gptneox.cpp.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ggml_engine.errors import HyperparameterError
 from ggml_engine.ggml.ops import ROPE_NEOX, Tensor
@@ -22,10 +22,9 @@ from ggml_engine.models.architecture import (
 )
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
-from ggml_engine.models.decoder import parallel_layer, pre_norm_decoder, run_layers
-from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32
-from ggml_engine.models.rope import read_rope
-from ggml_engine.models.sizes import read_layer_norm_eps, read_sizes
+from ggml_engine.models.decoder import parallel_layer, pre_norm_decoder, run_layers, self_attention
+from ggml_engine.models.metadata import MetadataReader
+from ggml_engine.models.uniform import read_uniform
 from ggml_engine.models.weights import TensorSpec
 
 
@@ -36,17 +35,8 @@ class _Own:
 
 def hyperparameters(reader: MetadataReader) -> Hyperparameters:
     """Read and check."""
-    sizes = read_sizes(reader)
-    return Hyperparameters(
-        architecture="gptneox",
-        **sizes.keywords(),
-        norm_eps=read_layer_norm_eps(reader),
-        has_layer_norm=True,
-        rope=(read_rope(reader, ROPE_NEOX, sizes),) * sizes.n_layer,
-        window=(0,) * sizes.n_layer,
-        attention_scale=inverse_sqrt_f32(sizes.n_embd_head_k[0]),
-        own=_Own(_read_parallel(reader)),
-    )
+    hp = read_uniform(reader, ROPE_NEOX, has_layer_norm=True, has_whole_heads=False)
+    return replace(hp, own=_Own(_read_parallel(reader)))
 
 
 def _read_parallel(reader: MetadataReader) -> bool:
@@ -71,13 +61,9 @@ def graph(g: ModelGraph) -> Tensor | None:
     own = g.hp.own
     assert isinstance(own, _Own)
     if not own.is_parallel:
-        return pre_norm_decoder(g, _attention, _feed_forward)
+        return pre_norm_decoder(g, self_attention, _feed_forward)
     x = run_layers(g, g.embed(), _parallel_layer)
     return None if x is None else g.logits(x)
-
-
-def _attention(g: ModelGraph, x: Tensor, il: int) -> Tensor | None:
-    return g.self_attention(x, il)
 
 
 def _feed_forward(g: ModelGraph, x: Tensor, il: int) -> Tensor:
@@ -85,7 +71,7 @@ def _feed_forward(g: ModelGraph, x: Tensor, il: int) -> Tensor:
 
 
 def _parallel_layer(g: ModelGraph, x: Tensor, il: int) -> Tensor | None:
-    return parallel_layer(g, x, il, _attention, _feed_forward, ffn_norm="ffn_norm", added_last="attention")
+    return parallel_layer(g, x, il, self_attention, _feed_forward, ffn_norm="ffn_norm", added_last="attention")
 
 
 ARCHITECTURE = Architecture("gptneox", hyperparameters, tensors, graph)

@@ -23,7 +23,7 @@ from ggml_engine.models.architecture import (
 )
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
-from ggml_engine.models.decoder import pre_norm_decoder
+from ggml_engine.models.decoder import pre_norm_decoder, swiglu_ffn
 from ggml_engine.models.metadata import MetadataReader, to_f32
 from ggml_engine.models.rope import check_rope
 from ggml_engine.models.uniform import read_uniform
@@ -63,7 +63,7 @@ def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:
 
 def graph(g: ModelGraph) -> Tensor | None:
     """Logits of the tokens that want them."""
-    return pre_norm_decoder(g, _attention, lambda g, x, il: g.ffn(x, il, "swiglu"))
+    return pre_norm_decoder(g, _attention, swiglu_ffn)
 
 
 def _attention(g: ModelGraph, x: Tensor, il: int) -> Tensor | None:

@@ -20,7 +20,7 @@ from ggml_engine.models.architecture import (
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
 from ggml_engine.models.decoder import pre_norm_decoder
-from ggml_engine.models.expert_ffn import expert_ffn, expert_weights
+from ggml_engine.models.expert_ffn import dense_or_expert_ffn, expert_weights
 from ggml_engine.models.experts import Gating, read_experts
 from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32
 from ggml_engine.models.rope import read_long_context, read_rope
@@ -63,11 +63,7 @@ def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:
 def graph(g: ModelGraph) -> Tensor | None:
     """Logits of the tokens that want them."""
     factors = g.rope_factors()
-    return pre_norm_decoder(
-        g,
-        lambda g, x, il: g.self_attention(x, il, factors),
-        lambda g, x, il: g.ffn(x, il, "swiglu") if g.hp.experts is None else expert_ffn(g, x, il),
-    )
+    return pre_norm_decoder(g, lambda g, x, il: g.self_attention(x, il, factors), dense_or_expert_ffn)
 
 
 ARCHITECTURE = Architecture("llama", hyperparameters, tensors, graph)

@@ -72,9 +72,7 @@ def graph(g: ModelGraph) -> Tensor | None:
     factors = g.rope_factors()
 
     def attention(g: ModelGraph, x: Tensor, il: int) -> Tensor | None:
-        q, k, v = g.qkv(x, il)
-        q = g.rope(q, g.hp.rope[il], f"blk.{il}.q_rope", factors)
-        k = g.rope(k, g.hp.rope[il], f"blk.{il}.k_rope", factors)
+        q, k, v = g.rotated_qkv(x, il, factors)
         q = temperature.apply(g, q, f"blk.{il}.q_tempered")
         return g.attention(il, q, k, v, g.hp.attention_scale)
 

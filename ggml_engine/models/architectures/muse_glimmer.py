@@ -23,7 +23,7 @@ from ggml_engine.models.architecture import (
 )
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
-from ggml_engine.models.decoder import sandwich_norm_decoder
+from ggml_engine.models.decoder import sandwich_norm_decoder, swiglu_ffn
 from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32, positive
 from ggml_engine.models.rope import alternating, check_rope, read_rope
 from ggml_engine.models.sizes import read_needed_window, read_rms_eps, read_sizes, read_softcap, read_windowed_layers
@@ -74,7 +74,7 @@ def graph(g: ModelGraph) -> Tensor | None:
     """Logits of the tokens that want them."""
     x = g.rms_norm(g.embed())
     return sandwich_norm_decoder(
-        g, _attention, lambda g, x, il: g.ffn(x, il, "swiglu"), x=x, eps_after=_EPS_AFTER
+        g, _attention, swiglu_ffn, x=x, eps_after=_EPS_AFTER
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from ggml_engine.models.architecture import (
 )
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
-from ggml_engine.models.decoder import sandwich_norm_decoder
+from ggml_engine.models.decoder import sandwich_norm_decoder, self_attention, swiglu_ffn
 from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32
 from ggml_engine.models.rope import alternating, read_rope
 from ggml_engine.models.sizes import check_whole_heads, read_rms_eps, read_sizes, read_window, read_windowed_layers
@@ -61,9 +61,7 @@ def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:
 
 def graph(g: ModelGraph) -> Tensor | None:
     """Logits of the tokens that want them."""
-    return sandwich_norm_decoder(
-        g, lambda g, x, il: g.self_attention(x, il), lambda g, x, il: g.ffn(x, il, "swiglu"), norms_before=False
-    )
+    return sandwich_norm_decoder(g, self_attention, swiglu_ffn, norms_before=False)
 
 
 ARCHITECTURE = Architecture("olmo2", hyperparameters, tensors, graph)

@@ -21,24 +21,14 @@ from ggml_engine.models.architecture import (
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
 from ggml_engine.models.decoder import parallel_decoder
-from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32
-from ggml_engine.models.rope import read_rope
-from ggml_engine.models.sizes import read_layer_norm_eps, read_sizes
+from ggml_engine.models.metadata import MetadataReader
+from ggml_engine.models.uniform import read_uniform
 from ggml_engine.models.weights import TensorSpec
 
 
 def hyperparameters(reader: MetadataReader) -> Hyperparameters:
     """Read and check."""
-    sizes = read_sizes(reader)
-    return Hyperparameters(
-        architecture="phi2",
-        **sizes.keywords(),
-        norm_eps=read_layer_norm_eps(reader),
-        has_layer_norm=True,
-        rope=(read_rope(reader, ROPE_NEOX, sizes),) * sizes.n_layer,
-        window=(0,) * sizes.n_layer,
-        attention_scale=inverse_sqrt_f32(sizes.n_embd_head_k[0]),
-    )
+    return read_uniform(reader, ROPE_NEOX, has_layer_norm=True, has_whole_heads=False)
 
 
 def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:

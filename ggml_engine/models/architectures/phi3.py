@@ -20,7 +20,7 @@ from ggml_engine.models.architecture import (
 )
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
-from ggml_engine.models.decoder import pre_norm_decoder
+from ggml_engine.models.decoder import pre_norm_decoder, swiglu_ffn
 from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32
 from ggml_engine.models.rope import read_original_context, read_rope
 from ggml_engine.models.sizes import read_rms_eps, read_sizes
@@ -59,7 +59,7 @@ def graph(g: ModelGraph) -> Tensor | None:
     return pre_norm_decoder(
         g,
         lambda g, x, il: g.self_attention(x, il, factors, scaled_queries=True),
-        lambda g, x, il: g.ffn(x, il, "swiglu"),
+        swiglu_ffn,
     )
 
 

@@ -56,11 +56,7 @@ def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:
 
 def graph(g: ModelGraph) -> Tensor | None:
     """Logits of the tokens that want them."""
-    return pre_norm_decoder(
-        g,
-        lambda g, x, il: g.self_attention(x, il),
-        lambda g, x, il: g.ffn(x, il, "swiglu"),
-    )
+    return pre_norm_decoder(g)
 
 
 ARCHITECTURE = Architecture("qwen3", hyperparameters, tensors, graph)

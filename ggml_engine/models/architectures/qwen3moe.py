@@ -13,7 +13,7 @@ from ggml_engine.ggml.ops import ROPE_NEOX, Tensor
 from ggml_engine.models.architecture import Architecture, attention_weights, embedding_and_output, head_norms, norm
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
-from ggml_engine.models.decoder import pre_norm_decoder
+from ggml_engine.models.decoder import pre_norm_decoder, self_attention
 from ggml_engine.models.expert_ffn import expert_ffn, expert_weights
 from ggml_engine.models.experts import Gating, read_expert_length, read_experts
 from ggml_engine.models.metadata import MetadataReader
@@ -49,7 +49,7 @@ def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:
 
 def graph(g: ModelGraph) -> Tensor | None:
     """Logits of the tokens that want them."""
-    return pre_norm_decoder(g, lambda g, x, il: g.self_attention(x, il), expert_ffn)
+    return pre_norm_decoder(g, self_attention, expert_ffn)
 
 
 ARCHITECTURE = Architecture("qwen3moe", hyperparameters, tensors, graph)

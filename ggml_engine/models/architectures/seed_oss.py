@@ -44,12 +44,7 @@ def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:
 
 def graph(g: ModelGraph) -> Tensor | None:
     """Logits of the tokens that want them."""
-    return pre_norm_decoder(
-        g,
-        lambda g, x, il: g.self_attention(x, il),
-        lambda g, x, il: g.ffn(x, il, "swiglu"),
-        ffn_norm=_FFN_NORM,
-    )
+    return pre_norm_decoder(g, ffn_norm=_FFN_NORM)
 
 
 ARCHITECTURE = Architecture("seed_oss", hyperparameters, tensors, graph)

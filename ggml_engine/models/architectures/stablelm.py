@@ -20,25 +20,15 @@ from ggml_engine.models.architecture import (
 )
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
-from ggml_engine.models.decoder import parallel_layer, pre_norm_layer, run_layers
-from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32
-from ggml_engine.models.rope import read_rope
-from ggml_engine.models.sizes import read_layer_norm_eps, read_sizes
+from ggml_engine.models.decoder import parallel_layer, pre_norm_layer, run_layers, self_attention, swiglu_ffn
+from ggml_engine.models.metadata import MetadataReader
+from ggml_engine.models.uniform import read_uniform
 from ggml_engine.models.weights import TensorSpec
 
 
 def hyperparameters(reader: MetadataReader) -> Hyperparameters:
     """Read and check."""
-    sizes = read_sizes(reader)
-    return Hyperparameters(
-        architecture="stablelm",
-        **sizes.keywords(),
-        norm_eps=read_layer_norm_eps(reader),
-        has_layer_norm=True,
-        rope=(read_rope(reader, ROPE_NEOX, sizes),) * sizes.n_layer,
-        window=(0,) * sizes.n_layer,
-        attention_scale=inverse_sqrt_f32(sizes.n_embd_head_k[0]),
-    )
+    return read_uniform(reader, ROPE_NEOX, has_layer_norm=True, has_whole_heads=False)
 
 
 def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:
@@ -61,16 +51,8 @@ def graph(g: ModelGraph) -> Tensor | None:
 
 def _layer(g: ModelGraph, x: Tensor, il: int) -> Tensor | None:
     if f"blk.{il}.ffn_norm.weight" in g.weights:
-        return pre_norm_layer(g, x, il, _attention, _feed_forward)
-    return parallel_layer(g, x, il, _attention, _feed_forward, added_last="feed_forward")
-
-
-def _attention(g: ModelGraph, x: Tensor, il: int) -> Tensor | None:
-    return g.self_attention(x, il)
-
-
-def _feed_forward(g: ModelGraph, x: Tensor, il: int) -> Tensor:
-    return g.ffn(x, il, "swiglu")
+        return pre_norm_layer(g, x, il, self_attention, swiglu_ffn)
+    return parallel_layer(g, x, il, self_attention, swiglu_ffn, added_last="feed_forward")
 
 
 ARCHITECTURE = Architecture("stablelm", hyperparameters, tensors, graph)
