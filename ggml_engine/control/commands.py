@@ -15,7 +15,6 @@ from ggml_engine.control.generation import GenerationState, without_frames
 from ggml_engine.control.session_state import SessionState
 from ggml_engine.control.text import TokenSampler
 from ggml_engine.errors import AbortedError, ClosedError, EngineError
-from ggml_engine.executor.protocol import Executor
 from ggml_engine.models.adapter_set import AdapterSet
 
 log = logging.getLogger("ggml_engine.control")
@@ -165,23 +164,25 @@ class CountCellsCommand:
         self._future.settle(0)
 
 
-class ComputeCommand(Generic[Result]):
-    """Let a function compute with the executor, between two forwards."""
+class CallCommand(Generic[Result]):
+    """Call something on the engine thread, between two forwards; its future gets what it gives, or raises."""
 
-    session = None
     is_close = False
 
-    def __init__(self, future: EngineFuture[Result], function: Callable[[Executor], Result]) -> None:
+    def __init__(
+        self, future: EngineFuture[Result], call: Callable[[Core], Result], session: SessionState | None = None
+    ) -> None:
         self._future = future
-        self._function: Callable[[Executor], Result] | None = function
+        self._call: Callable[[Core], Result] | None = call
+        self.session = session
 
     def run(self, core: Core) -> None:
         """See the class."""
-        function, self._function = self._function, None
-        if function is None or not self._future.set_running_or_notify_cancel():
+        call, self._call = self._call, None
+        if call is None or not self._future.set_running_or_notify_cancel():
             return
         try:
-            result = core.scheduler.compute_apart(function)
+            result = call(core)
         except AbortedError:  # only a runner that stops does that between forwards
             self.refuse(core)
         except Exception as error:
@@ -191,7 +192,7 @@ class ComputeCommand(Generic[Result]):
 
     def refuse(self, core: Core) -> None:  # noqa: ARG002  # see Command
         """See Command."""
-        self._function = None
+        self._call = None
         self._future.refuse(ClosedError("the runner has stopped"))
 
 

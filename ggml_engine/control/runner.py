@@ -13,7 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
-from ggml_engine.control.commands import ComputeCommand, CountCellsCommand, OpenCommand
+from ggml_engine.control.commands import CallCommand, CountCellsCommand, OpenCommand
 from ggml_engine.control.core import Core
 from ggml_engine.control.deadline import Deadline
 from ggml_engine.control.future import EngineFuture
@@ -129,7 +129,7 @@ class Runner:
         and closes them. Where it raises PoolFullError, snapshots go, and it is called again.
         """
         future: EngineFuture[Result] = EngineFuture(self._core.is_engine_thread)
-        self._core.submit(ComputeCommand(future, function))
+        self._core.submit(CallCommand(future, lambda core: core.scheduler.compute_apart(function)))
         return future
 
     @property
