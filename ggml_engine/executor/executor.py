@@ -21,19 +21,19 @@ import numpy.typing as npt
 from ggml_engine.errors import (
     CacheError,
     ClosedError,
-    ContextLengthError,
     InputError,
     OptionError,
     PositionError,
     UnknownSequenceError,
 )
+from ggml_engine.executor.admission import accepts_embeddings, check_batch, check_positions
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.cell_image import CellImageReader, CellImageWriter
 from ggml_engine.executor.compaction import Compaction
 from ggml_engine.executor.graph_cache import GraphCache, ReadyGraph
 from ggml_engine.executor.image import KvImage
-from ggml_engine.executor.inputs import GraphInputs, GraphKey, check_tokens
-from ggml_engine.executor.prepared import EmbeddingInput, PreparedInput
+from ggml_engine.executor.inputs import GraphInputs, GraphKey
+from ggml_engine.executor.prepared import PreparedInput
 from ggml_engine.executor.protocol import Executor
 from ggml_engine.ggml.abort import AbortFlag
 from ggml_engine.ggml.backends import Graph, get_data, host_view
@@ -369,12 +369,7 @@ class GgmlExecutor(Executor):
 
     def accepts(self, prepared: PreparedInput) -> bool:
         """Whether it is embeddings of this model's width, made for this model or for any."""
-        return (
-            prepared.kind is EmbeddingInput.kind
-            and isinstance(prepared, EmbeddingInput)
-            and prepared.rows.shape == (prepared.size(), self.model.hp.n_embd)
-            and prepared.fingerprint in ("", self.model.fingerprint)
-        )
+        return accepts_embeddings(prepared, self.model.hp.n_embd, lambda: self.model.fingerprint)
 
     def abort(self) -> None:
         """Let the running forward end soon with AbortedError, and those that begin before `clear_abort`.
@@ -407,9 +402,9 @@ class GgmlExecutor(Executor):
             return self._forward(batch, gives_hidden=True)
 
     def _forward(self, batch: Batch, *, gives_hidden: bool = False) -> npt.NDArray[np.float32]:
-        self._check(batch)
+        check_batch(self, batch, self.model.hp.n_embd)
         step = self.cache.declare(batch.sequences)
-        self._check_positions(step.positions)
+        check_positions(step.positions, self.model.hp.max_positions, self.model.hp.architecture)
         adapters = self._adapters_in(batch)
         positions = step.positions if batch.positions is None else batch.positions
         if self.options.compact and np.array_equal(positions, step.positions):  # a step that is refused changes nothing
@@ -446,22 +441,6 @@ class GgmlExecutor(Executor):
         if self.cache.pool.must_grow(extent):
             self.graphs.clear()
             self.cache.pool.grow(extent)
-
-    def _check(self, batch: Batch) -> None:
-        if not 0 < batch.n_tokens <= self.options.max_batch_tokens:
-            limit = self.options.max_batch_tokens
-            raise InputError(f"a step has 1 to {limit} tokens (max_batch_tokens), this one has {batch.n_tokens}")
-        check_tokens(batch.tokens, self.model.hp.n_vocab)
-        for piece in batch.prepared:
-            if not self.accepts(piece.source) or piece.stop > piece.source.size():
-                width = self.model.hp.n_embd
-                raise InputError(f"{piece.source.kind} that are not rows of {width} numbers made for this model")
-
-    def _check_positions(self, positions: npt.NDArray[np.int64]) -> None:
-        """Raise ContextLengthError for a position that the model has no vector for: ggml dies of it."""
-        limit = self.model.hp.max_positions
-        if limit and (needed := int(positions.max()) + 1) > limit:
-            raise ContextLengthError(needed, limit, f"a sequence of this {self.model.hp.architecture} model")
 
     def _read(self, ready: ReadyGraph, n_outputs: int, width: int) -> npt.NDArray[np.float32]:
         rows = np.empty((n_outputs, width), np.float32)

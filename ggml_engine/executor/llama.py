@@ -24,7 +24,6 @@ from ggml_engine.errors import (
     AllocationError,
     ClosedError,
     ComputeError,
-    ContextLengthError,
     InputError,
     OptionError,
     PoolFullError,
@@ -32,8 +31,8 @@ from ggml_engine.errors import (
     RewindError,
     SequenceLimitError,
 )
+from ggml_engine.executor.admission import accepts_embeddings, check_batch, check_positions
 from ggml_engine.executor.batch import Batch
-from ggml_engine.executor.inputs import check_tokens
 from ggml_engine.executor.llama_memory import LlamaMemory
 from ggml_engine.executor.llama_options import LlamaOptions
 from ggml_engine.executor.prepared import EmbeddingInput, PreparedInput
@@ -211,12 +210,7 @@ class LlamaExecutor(Executor):
 
     def accepts(self, prepared: PreparedInput) -> bool:
         """Whether it is embeddings of this model's width, made for this model or for any."""
-        return (
-            prepared.kind is EmbeddingInput.kind
-            and isinstance(prepared, EmbeddingInput)
-            and prepared.rows.shape == (prepared.size(), self.model.n_embd)
-            and prepared.fingerprint in ("", self._model_fingerprint)
-        )
+        return accepts_embeddings(prepared, self.model.n_embd, lambda: self._model_fingerprint)
 
     def abort(self) -> None:
         """Let the running forward end soon with AbortedError, and those that begin before `clear_abort`.
@@ -245,7 +239,7 @@ class LlamaExecutor(Executor):
             return self._forward(batch, gives_hidden=True)
 
     def _forward(self, batch: Batch, *, gives_hidden: bool = False) -> npt.NDArray[np.float32]:
-        self._check(batch)
+        check_batch(self, batch, self.model.n_embd)
         if self._abort.is_set:
             raise AbortedError(f"a step of {batch.n_tokens} tokens was told to stop before it began")
         step = self._cells.declare(batch.sequences)
@@ -254,7 +248,7 @@ class LlamaExecutor(Executor):
         if n_missing > self._memory.n_free:
             raise SequenceLimitError(n_missing, self._memory.n_free, self._n_sequences)
         positions = step.positions if batch.positions is None else batch.positions
-        self._check_positions(positions)
+        check_positions(positions, self.model.max_positions, self.model.architecture)
         placement = step.place(positions)
         result = self._compute(batch, placement, lengths, gives_hidden=gives_hidden)
         self._memory.keep(lengths.items())
@@ -262,22 +256,6 @@ class LlamaExecutor(Executor):
         self.n_forwarded += batch.n_tokens
         self.n_cells_peak = max(self.n_cells_peak, self._cells.used_cells)
         return result
-
-    def _check(self, batch: Batch) -> None:
-        if not 0 < batch.n_tokens <= self.options.max_batch_tokens:
-            limit = self.options.max_batch_tokens
-            raise InputError(f"a step has 1 to {limit} tokens (max_batch_tokens), this one has {batch.n_tokens}")
-        check_tokens(batch.tokens, self.model.n_vocab)
-        for piece in batch.prepared:
-            if not self.accepts(piece.source) or piece.stop > piece.source.size():
-                width = self.model.n_embd
-                raise InputError(f"{piece.source.kind} that are not rows of {width} numbers made for this model")
-
-    def _check_positions(self, positions: npt.NDArray[np.integer[Any]]) -> None:
-        """Raise ContextLengthError for a position that the model has no vector for: ggml dies of it."""
-        limit = self.model.max_positions
-        if limit and (needed := int(positions.max()) + 1) > limit:
-            raise ContextLengthError(needed, limit, f"a sequence of this {self.model.architecture} model")
 
     def _compute(
         self, batch: Batch, placement: Placement, lengths: dict[int, int], *, gives_hidden: bool
