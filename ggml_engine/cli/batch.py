@@ -5,8 +5,6 @@ Owns the options and the order of a batch: all checked, model loaded, rounds run
 
 from __future__ import annotations
 
-import dataclasses
-import secrets
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -21,14 +19,13 @@ from ggml_engine.cli.batch_table import table
 from ggml_engine.cli.boundary import ERROR, INTERRUPTED, debug_option, error_line
 from ggml_engine.cli.execution_options import execution_options, load_options
 from ggml_engine.cli.interrupts import Interrupts
-from ggml_engine.cli.options import generation_config, generation_options, sampling_options
+from ggml_engine.cli.options import generation_config, generation_options, sampling_options, with_seed
 from ggml_engine.cli.output import ProgressLine
 from ggml_engine.cli.prompt_options import PROMPT, check_template_options, template_options
 from ggml_engine.cli.run import loaded, tell_engine
 from ggml_engine.cli.sections import SectionedCommand, option, together
 from ggml_engine.cli.streaming import check_template
 from ggml_engine.errors import CancelledError, EngineError
-from ggml_engine.ggml.sampler_config import MAX_SEED
 
 if TYPE_CHECKING:
     from ggml_engine.control.config import GenConfig
@@ -125,7 +122,7 @@ def batch(ctx: click.Context, /, **values: Any) -> int:
         raise click.UsageError(
             "--prefix-cache-entries needs --cache-kind batched_cell: a sequence cannot be shared", ctx
         )
-    prompts = _prompts(ctx, _seeded(generation_config(ctx)))
+    prompts = _prompts(ctx, with_seed(generation_config(ctx)))
     files = None
     if values["out_prefix"] is not None:
         files = TextFiles(values["out_prefix"], len(prompts), values["prompt_rounds"])
@@ -142,15 +139,6 @@ def batch(ctx: click.Context, /, **values: Any) -> int:
         if interrupts.requested:
             return INTERRUPTED
     return ERROR if n_failed else 0
-
-
-def _seeded(config: GenConfig) -> GenConfig:
-    """With a seed drawn where there is none, so that the report can tell it."""
-    if config.sampler.seed is not None:
-        return config
-    return dataclasses.replace(
-        config, sampler=dataclasses.replace(config.sampler, seed=secrets.randbelow(MAX_SEED + 1))
-    )
 
 
 def _prompts(ctx: click.Context, config: GenConfig) -> list[BatchPrompt]:

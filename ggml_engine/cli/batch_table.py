@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from ggml_engine.cli.output import one_line
+from ggml_engine.cli.output import one_line, text_table
 
 if TYPE_CHECKING:
     from ggml_engine.control.rounds import RoundResult
@@ -24,16 +24,7 @@ def table(labels: Sequence[str], results: Sequence[RoundResult], elapsed_s: floa
     """
     rows = sorted(results, key=lambda result: (result.round, result.index))
     cells = [COLUMNS, *(_row(labels[each.index], each) for each in rows), _sums(rows, elapsed_s)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(COLUMNS))]
-    last = len(COLUMNS) - 1
-    return "".join(
-        "  ".join(
-            cell.ljust(width) if column in (0, last) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        + "\n"
-        for line in cells
-    )
+    return text_table(cells, right=range(1, len(COLUMNS) - 1))
 
 
 def _row(label: str, result: RoundResult) -> tuple[str, ...]:

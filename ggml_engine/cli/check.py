@@ -13,7 +13,7 @@ import click
 
 from ggml_engine.cli import output
 from ggml_engine.cli.boundary import ERROR, debug_option
-from ggml_engine.cli.execution_options import KV_TYPES, MAX_THREADS
+from ggml_engine.cli.execution_options import KV_TYPES, threads_option
 from ggml_engine.cli.sections import OTHER, SectionedCommand, option
 from ggml_engine.ggml.sampler_config import MAX_SEED
 
@@ -62,14 +62,7 @@ COLUMNS: Final = ("mode", "way", "compared with", "largest difference", "error",
     show_default=True,
     help="Number type of K and V.",
 )
-@option(
-    "--threads",
-    section=OTHER,
-    type=click.IntRange(1, MAX_THREADS),
-    metavar="N",
-    show_default="the cores of this process",
-    help="Threads that compute.",
-)
+@threads_option(OTHER)
 @option("--json", "as_json", section="Output", is_flag=True, help="A JSON list in place of the table.")
 @debug_option
 def check(model: str, as_json: bool, **options: Any) -> int:
@@ -114,14 +107,12 @@ def _plain(row: CheckRow) -> dict[str, Any]:
 
 def _table(rows: Sequence[CheckRow]) -> str:
     cells = [COLUMNS, *(_cells(row) for row in rows if row.bound is not None)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(COLUMNS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
     notes = [
         f"not compared: {row.mode}, {row.way}, with {row.against}: {output.one_line(row.note)}"
         for row in rows
         if row.note
     ]
-    return "\n".join([*lines, *notes, ""])
+    return output.text_table(cells) + "".join(f"{note}\n" for note in notes)
 
 
 def _cells(row: CheckRow) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ggml_engine.cli.boundary import debug_option
-from ggml_engine.cli.output import TextOutput, json_text, mib, one_line
+from ggml_engine.cli.output import TextOutput, json_text, mib, one_line, text_table
 from ggml_engine.cli.sections import SectionedCommand, option
 
 COLUMNS = ("name", "kind", "description", "memory free", "memory total")
@@ -32,12 +32,7 @@ def devices(as_json: bool) -> None:
         )
         for device in found
     ]
-    widths = [max(len(row[column]) for row in (COLUMNS, *rows)) for column in range(len(COLUMNS))]
-    lines = []
-    for row in (COLUMNS, *rows):
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip() + "\n")
-    TextOutput().write("".join(lines))
+    TextOutput().write(text_table([COLUMNS, *rows]))
 
 
 def find_devices() -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import click
 
 from ggml_engine.cli import output, text_input
 from ggml_engine.cli.boundary import debug_option
-from ggml_engine.cli.execution_options import ENGINES, EXECUTION, MAX_THREADS
+from ggml_engine.cli.execution_options import ENGINES, EXECUTION, threads_option
 from ggml_engine.cli.sections import SectionedCommand, option
 
 if TYPE_CHECKING:
@@ -46,14 +46,7 @@ _EMBEDDING: Final = "Embedding"
     show_default=True,
     help="What computes decoders; encoders are computed by libllama.",
 )
-@option(
-    "--threads",
-    section=EXECUTION,
-    type=click.IntRange(1, MAX_THREADS),
-    metavar="N",
-    show_default="the cores of this process",
-    help="Threads that compute.",
-)
+@threads_option(EXECUTION)
 @debug_option
 def embed(model: str, texts: tuple[str, ...], pooling: Any, normalize: bool, engine: Any, threads: int | None) -> None:
     """Write MODEL's embeddings of every TEXT to stdout, one JSON object a line: index and embedding.

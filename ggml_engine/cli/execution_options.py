@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import click
 
-from ggml_engine.cli.sections import option, together
+from ggml_engine.cli.sections import Decorated, option, together
 
 EXECUTION: Final = "Model and execution"
 
@@ -21,6 +21,19 @@ CACHE_KINDS: Final = ("batched_cell", "sequence")
 ENGINES: Final = ("auto", "native", "llama")
 ATTENTION_FORMS: Final = ("auto", "flash", "matmul")
 MAX_THREADS: Final = 512
+
+
+def threads_option(section: str) -> Callable[[Decorated], Decorated]:
+    """--threads, which every command that computes has."""
+    return option(
+        "--threads",
+        section=section,
+        type=click.IntRange(1, MAX_THREADS),
+        metavar="N",
+        show_default="the cores of this process",
+        help="Threads that compute.",
+    )
+
 
 execution_options = together(
     option(
@@ -39,14 +52,7 @@ execution_options = together(
         show_default="the model's own, within half of the free memory",
         help="Capacity in cells: tokens of K/V.",
     ),
-    option(
-        "--threads",
-        section=EXECUTION,
-        type=click.IntRange(1, MAX_THREADS),
-        metavar="N",
-        show_default="the cores of this process",
-        help="Threads that compute.",
-    ),
+    threads_option(EXECUTION),
     option(
         "--kv-type",
         section=EXECUTION,

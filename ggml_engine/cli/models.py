@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from ggml_engine.cli.boundary import debug_option
-from ggml_engine.cli.output import TextOutput, json_text
+from ggml_engine.cli.output import TextOutput, json_text, text_table
 from ggml_engine.cli.sections import SectionedCommand, option
 
 COLUMNS = ("architecture", "runs", "kind", "models")
@@ -34,9 +34,4 @@ def models(as_json: bool) -> None:
     rows = [(entry.name, runs[entry.engine], entry.kind.value, entry.models) for entry in entries]
     order = list(runs.values())
     rows.sort(key=lambda row: order.index(row[1]))
-    widths = [max(len(row[column]) for row in (COLUMNS, *rows)) for column in range(len(COLUMNS))]
-    lines = []
-    for row in (COLUMNS, *rows):
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip() + "\n")
-    TextOutput().write("".join(lines))
+    TextOutput().write(text_table([COLUMNS, *rows]))

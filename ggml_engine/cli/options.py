@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import secrets
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -188,3 +189,12 @@ def exclude(ctx: click.Context, first: str, second: str) -> None:
     """A usage error if both options were given."""
     if all(ctx.get_parameter_source(name) is not ParameterSource.DEFAULT for name in (first, second)):
         raise click.UsageError(f"{flag(first)} and {flag(second)} exclude each other", ctx)
+
+
+def with_seed(config: GenConfig) -> GenConfig:
+    """With a seed drawn where there is none: before a run, so that it can be told what it was."""
+    if config.sampler.seed is not None:
+        return config
+    return dataclasses.replace(
+        config, sampler=dataclasses.replace(config.sampler, seed=secrets.randbelow(MAX_SEED + 1))
+    )

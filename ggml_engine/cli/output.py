@@ -12,7 +12,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 if TYPE_CHECKING:
@@ -144,3 +144,16 @@ def plain_options(config: GenConfig) -> dict[str, Any]:
         str(token): bias if math.isfinite(bias) else str(bias) for token, bias in sampler.logit_bias.items()
     }
     return {**plain, "max_tokens": config.max_tokens, "stop": config.stop, "ignore_eos": config.ignore_eos}
+
+
+def text_table(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
+    """Rows, the first being the heads, as lines of columns equally wide; cells of the columns `right` end together."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip() + "\n")
+    return "".join(lines)

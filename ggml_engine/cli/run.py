@@ -5,8 +5,6 @@ Owns the choice of the prompt and the order of a run: options checked, prompt re
 
 from __future__ import annotations
 
-import dataclasses
-import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +14,11 @@ from ggml_engine.cli import output, text_input
 from ggml_engine.cli.boundary import INTERRUPTED, debug_option
 from ggml_engine.cli.execution_options import execution_options, load_options
 from ggml_engine.cli.interrupts import Interrupts
-from ggml_engine.cli.options import generation_config, generation_options, sampling_options
+from ggml_engine.cli.options import generation_config, generation_options, sampling_options, with_seed
 from ggml_engine.cli.prompt_options import PROMPT, check_template_options, template_options
 from ggml_engine.cli.sections import SectionedCommand, option, together
 from ggml_engine.cli.streaming import check_template, stream_text
 from ggml_engine.errors import CancelledError
-from ggml_engine.ggml.sampler_config import MAX_SEED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,11 +69,8 @@ def run(ctx: click.Context, /, **values: Any) -> int:
         with loaded(values["model"], load_options(values)) as engine:
             tell_engine(engine, values)
             return chat(engine, config, values["system"], quiet=values["quiet"])
-    if config.sampler.seed is None and not config.sampler.is_greedy:
-        # drawn here, so that --json can tell it
-        config = dataclasses.replace(
-            config, sampler=dataclasses.replace(config.sampler, seed=secrets.randbelow(MAX_SEED + 1))
-        )
+    if not config.sampler.is_greedy:
+        config = with_seed(config)
     begun = time.perf_counter()
     with Interrupts() as interrupts:
         try:
