@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 
 from ggml_engine.errors import HyperparameterError
 from ggml_engine.ggml.ops import Tensor
+from ggml_engine.models.architecture import gated_ffn_weights
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
 from ggml_engine.models.experts import Experts, Gating
@@ -71,6 +72,18 @@ def expert_weights(
     if shared_gate:
         specs.append(TensorSpec(f"{prefix}.ffn_gate_inp_shexp.weight", (hp.n_embd,), Role.MATMUL, il))
     return specs
+
+
+def dense_or_expert_weights(
+    hp: Hyperparameters, il: int, *, dense_biases: bool = False, selection_bias: bool | None = None
+) -> list[TensorSpec]:
+    """What `dense_or_expert_ffn` needs: `expert_weights` of a layer with experts, `gated_ffn_weights` of a dense one.
+
+    `dense_biases` allows for biases of the latter.
+    """
+    if has_experts(hp, il):
+        return expert_weights(hp, il, selection_bias=selection_bias)
+    return gated_ffn_weights(hp, il, biases=dense_biases)
 
 
 def expert_ffn(

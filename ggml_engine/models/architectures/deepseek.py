@@ -14,13 +14,12 @@ from ggml_engine.models.architecture import (
     Architecture,
     attention_weights,
     embedding_and_output,
-    gated_ffn_weights,
     norm,
 )
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
 from ggml_engine.models.decoder import pre_norm_decoder, self_attention
-from ggml_engine.models.expert_ffn import dense_or_expert_ffn, expert_weights, has_experts
+from ggml_engine.models.expert_ffn import dense_or_expert_ffn, dense_or_expert_weights
 from ggml_engine.models.experts import Gating, read_expert_length, read_experts, read_leading_dense
 from ggml_engine.models.metadata import MetadataReader
 from ggml_engine.models.sizes import MAX_SIZE
@@ -51,7 +50,7 @@ def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:
         specs += norm(hp, "attn_norm", il)
         specs += attention_weights(hp, il, biases=True, output_bias=False)
         specs += norm(hp, "ffn_norm", il)
-        specs += expert_weights(hp, il) if has_experts(hp, il) else gated_ffn_weights(hp, il)
+        specs += dense_or_expert_weights(hp, il)
     return specs
 
 

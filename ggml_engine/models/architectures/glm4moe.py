@@ -16,14 +16,13 @@ from ggml_engine.models.architecture import (
     Architecture,
     attention_weights,
     embedding_and_output,
-    gated_ffn_weights,
     head_norms,
     norm,
 )
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
 from ggml_engine.models.decoder import pre_norm_decoder
-from ggml_engine.models.expert_ffn import dense_or_expert_ffn, expert_weights, has_experts
+from ggml_engine.models.expert_ffn import dense_or_expert_ffn, dense_or_expert_weights
 from ggml_engine.models.experts import Gating, read_expert_length, read_experts, read_gating, read_leading_dense
 from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32
 from ggml_engine.models.rope import read_rope
@@ -75,7 +74,7 @@ def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:
         specs += attention_weights(hp, il, biases=True, output_bias=False)
         specs += head_norms(hp, il, required=False)
         specs += norm(hp, "post_attention_norm", il)
-        specs += expert_weights(hp, il, selection_bias=True) if has_experts(hp, il) else gated_ffn_weights(hp, il)
+        specs += dense_or_expert_weights(hp, il, selection_bias=True)
     return specs
 
 

@@ -17,14 +17,13 @@ from ggml_engine.models.architecture import (
     Architecture,
     attention_weights,
     embedding_and_output,
-    gated_ffn_weights,
     norm,
     rope_factor_weights,
 )
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
 from ggml_engine.models.decoder import pre_norm_decoder
-from ggml_engine.models.expert_ffn import dense_or_expert_ffn, expert_weights
+from ggml_engine.models.expert_ffn import dense_or_expert_ffn, dense_or_expert_weights
 from ggml_engine.models.experts import Experts, Gating, read_experts
 from ggml_engine.models.metadata import MetadataReader
 from ggml_engine.models.sizes import MAX_SIZE, read_scale
@@ -85,7 +84,7 @@ def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:
         specs += norm(hp, "attn_norm", il)
         specs += attention_weights(hp, il, biases=True)
         specs += norm(hp, "ffn_norm", il)
-        specs += gated_ffn_weights(hp, il, biases=True) if hp.experts is None else expert_weights(hp, il)
+        specs += dense_or_expert_weights(hp, il, dense_biases=True)
     return specs
 
 

@@ -17,13 +17,18 @@ from ggml_engine.models.architecture import (
     Architecture,
     attention_weights,
     embedding_and_output,
-    gated_ffn_weights,
     norm,
 )
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
 from ggml_engine.models.decoder import pre_norm_decoder
-from ggml_engine.models.expert_ffn import expert_ffn, expert_weights, experts_of, has_experts, shared_ffn
+from ggml_engine.models.expert_ffn import (
+    dense_or_expert_weights,
+    expert_ffn,
+    experts_of,
+    has_experts,
+    shared_ffn,
+)
 from ggml_engine.models.experts import Gating, read_expert_length, read_experts
 from ggml_engine.models.metadata import MetadataReader, positive, to_f32
 from ggml_engine.models.rope import alternating, check_rope
@@ -76,7 +81,7 @@ def tensors(hp: Hyperparameters) -> Sequence[TensorSpec]:
         specs += norm(hp, "attn_norm", il)
         specs += attention_weights(hp, il, biases=True, output_bias=False)
         specs += norm(hp, "ffn_norm", il)
-        specs += expert_weights(hp, il) if has_experts(hp, il) else gated_ffn_weights(hp, il)
+        specs += dense_or_expert_weights(hp, il)
     return specs
 
 
