@@ -27,7 +27,7 @@ from ggml_engine.control.saved_prefixes import load_entries, save_entries
 from ggml_engine.control.saving import PREFIX_CACHE, check_made_for
 from ggml_engine.control.session import Session, Tokens
 from ggml_engine.errors import OptionError, WouldBlockError
-from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
+from ggml_engine.models.adapter_set import AdapterSet
 
 log = logging.getLogger("ggml_engine.control")
 
@@ -115,7 +115,8 @@ class PrefixCache:
             return Lookup(miss=Miss(MissReason.SHORT))
         self._fault("lookup")
         entries = self._entries.alive()
-        own = [entry for entry in entries if self._is_own(entry, runner, adapters)]
+        fingerprint = adapters.fingerprint_over(runner.executor.fingerprint)
+        own = [entry for entry in entries if self._is_own(entry, runner, fingerprint)]
         if not own:
             return Lookup(miss=Miss(MissReason.FOREIGN if entries else MissReason.EMPTY))
         candidates = ranked(own, tokens)
@@ -129,11 +130,9 @@ class PrefixCache:
         return Lookup(miss=Miss(MissReason.REFUSED, candidates[0][1]))
 
     @staticmethod
-    def _is_own(entry: CacheEntry, runner: Runner, adapters: AdapterSet = NO_ADAPTERS) -> bool:
-        """Whether an entry's K/V is in this runner's executor, and is what it would compute with these adapters."""
-        return entry.snapshot.runner is runner and entry.fingerprint == adapters.fingerprint_over(
-            runner.executor.fingerprint
-        )
+    def _is_own(entry: CacheEntry, runner: Runner, fingerprint: str) -> bool:
+        """Whether an entry's K/V is in this runner's executor, and is what the fingerprint stands for."""
+        return entry.snapshot.runner is runner and entry.fingerprint == fingerprint
 
     def _cloned(
         self, entry: CacheEntry, n: int, tokens: npt.NDArray[np.int32], timeout: float | None
@@ -285,7 +284,8 @@ class PrefixCache:
         if runner is None and len(runners) != 1:
             raise OptionError(f"a file holds entries of one runner, these are of {len(runners)}: name the runner")
         of_one = runners.pop() if runner is None else runner
-        return save_entries(of_one, [each for each in entries if self._is_own(each, of_one)], path, deadline)
+        own = [each for each in entries if self._is_own(each, of_one, of_one.executor.fingerprint)]
+        return save_entries(of_one, own, path, deadline)
 
     def load(
         self, runner: Runner, directory: Directory, name: str = "prefix-cache", timeout: float | None = None
@@ -320,7 +320,8 @@ class PrefixCache:
     @staticmethod
     def _wanted(runner: Runner, state: SavedState, there: Sequence[CacheEntry]) -> list[int]:
         """The sequences of a saved cache that are not there already, the one that was used last first."""
-        known = {each.tokens.tobytes() for each in there if PrefixCache._is_own(each, runner)}
+        fingerprint = runner.executor.fingerprint
+        known = {each.tokens.tobytes() for each in there if PrefixCache._is_own(each, runner, fingerprint)}
         last = {each.tokens.tobytes(): i for i, each in enumerate(state.sequences)}
         return sorted((i for key, i in last.items() if key not in known), reverse=True)
 
