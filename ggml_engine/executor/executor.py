@@ -33,6 +33,7 @@ from ggml_engine.executor.compaction import Compaction
 from ggml_engine.executor.graph_cache import GraphCache, ReadyGraph
 from ggml_engine.executor.image import KvImage
 from ggml_engine.executor.inputs import GraphInputs, GraphKey
+from ggml_engine.executor.planned_rows import PlannedReading
 from ggml_engine.executor.prepared import PreparedInput
 from ggml_engine.executor.protocol import Executor
 from ggml_engine.ggml.abort import AbortFlag
@@ -48,6 +49,7 @@ from ggml_engine.models.model import Model
 from ggml_engine.pool.cells import CellCache
 from ggml_engine.pool.kv_types import QUANTISED, KvFormat, kv_type
 from ggml_engine.pool.pool_rows import PoolRows
+from ggml_engine.pool.read_plan import ReadKind
 from ggml_engine.pool.registry import CacheConfig, build_cache
 
 _NODES_PER_LAYER = 72  # an upper bound for every architecture here; a graph that needs more is refused, not cut
@@ -80,7 +82,7 @@ class ExecutorOptions:
 
     capacity: int = 4096
     max_batch_tokens: int = 512
-    attention: Literal["auto", "flash", "matmul"] = "auto"
+    attention: Literal["auto", "cells", "flash", "matmul"] = "auto"
     v_layout: Literal["auto", "rows", "columns"] = "auto"
     k_type: str = "f16"
     v_type: str = "f16"
@@ -93,13 +95,13 @@ class ExecutorOptions:
     compact: bool = True
 
     def __post_init__(self) -> None:
-        if self.attention not in ("auto", "flash", "matmul"):
-            raise OptionError(f"attention is auto, flash or matmul, asked for {self.attention!r}")
+        if self.attention not in ("auto", "cells", "flash", "matmul"):
+            raise OptionError(f"attention is auto, cells, flash or matmul, asked for {self.attention!r}")
         if self.v_layout not in ("auto", "rows", "columns"):
             raise OptionError(f"v_layout is auto, rows or columns, asked for {self.v_layout!r}")
-        if self.attention == "flash" and self.v_layout == "columns":
-            raise OptionError("attention 'flash' reads V in rows: it cannot go with v_layout 'columns'")
-        if self.deterministic and (self.attention == "flash" or self.v_layout == "rows"):
+        if self.attention in ("cells", "flash") and self.v_layout == "columns":
+            raise OptionError(f"attention {self.attention!r} reads V in rows: it cannot go with v_layout 'columns'")
+        if self.deterministic and (self.attention in ("cells", "flash") or self.v_layout == "rows"):
             raise OptionError(
                 "deterministic mode takes the matmul form over V in columns: leave attention and v_layout"
             )
@@ -115,8 +117,8 @@ class ExecutorOptions:
                 f"they are {self.run} and {self.read_block}"
             )
 
-    def resolve(self, device_kind: str) -> tuple[AttentionForm, KvFormat]:
-        """The form and storage that the options stand for on a kind of device.
+    def resolve(self, device_kind: str, *, has_kernel: bool = False) -> tuple[AttentionForm, KvFormat]:
+        """The form and storage that the options stand for on a kind of device; `has_kernel`: "cells" can be had.
 
         Raises OptionError for what cannot go together.
         """
@@ -124,16 +126,24 @@ class ExecutorOptions:
         form = self.attention
         if self.deterministic:
             form = "matmul"
+        elif form == "auto" and has_kernel and self.v_layout != "columns":
+            form = "cells"
         elif form == "auto":
             needs_rows = self.v_layout == "rows" or v_type in QUANTISED or device_kind != "cpu"
             form = "matmul" if self.v_layout == "columns" or not needs_rows else "flash"
         layout = self.v_layout
         if layout == "auto":
-            layout = "rows" if form == "flash" else "columns"
+            layout = "columns" if form == "matmul" else "rows"
         kv_format = KvFormat(k_type, v_type, layout)
         if form == "matmul":
             kv_format.check_matmul()
         return AttentionForm(form), kv_format
+
+
+def _read_kind(form: AttentionForm, options: ExecutorOptions) -> ReadKind:
+    if options.deterministic:
+        return ReadKind.BY_POSITION
+    return ReadKind.EXACT if form is AttentionForm.CELLS else ReadKind.IN_BLOCKS
 
 
 class GgmlExecutor(Executor):
@@ -146,7 +156,16 @@ class GgmlExecutor(Executor):
         self.model = model
         self._adapters = self._checked(adapters)
         self._adapters_of: dict[int, AdapterSet] = {}  # by sequence, of those that have some
-        self.form, self._kv_format = self.options.resolve(model.layer_backends[-1].device.kind)
+        is_on_cpu = all(backend.device.kind == "cpu" for backend in model.layer_backends)
+        reading = PlannedReading.of(model.hp, model.hp.kv_layers()) if is_on_cpu else None
+        if reading is None and self.options.attention == "cells":
+            raise OptionError(
+                "attention 'cells' needs the compiled kernel, a processor and heads that it takes, and all layers on "
+                "the CPU"
+            )
+        kind = model.layer_backends[-1].device.kind
+        self.form, self._kv_format = self.options.resolve(kind, has_kernel=reading is not None)
+        self._reading = reading if self.form is AttentionForm.CELLS else None
         self.cache = build_cache(
             self.options.cache_kind,
             CacheConfig(
@@ -157,11 +176,12 @@ class GgmlExecutor(Executor):
                 self._kv_format,
                 self.options.run,
                 self.options.read_block,
-                self.options.deterministic,
+                _read_kind(self.form, self.options),
             ),
         )
         self._row_tile = DETERMINISTIC_ROW_TILE if self.options.deterministic else 1
         self._join = self.options.deterministic or self.form is AttentionForm.FLASH
+        self._compacts = self.options.compact and self._reading is None  # pieces cost the kernel nothing
         self._compaction = Compaction(self.cache, model.backends, self._make_room, join=self._join)
         self.graphs = GraphCache(self._build, self.options.max_graphs, self.options.max_graph_bytes)
         self._rows = PoolRows(self.cache.pool, self._make_room)
@@ -407,14 +427,15 @@ class GgmlExecutor(Executor):
         check_positions(step.positions, self.model.hp.max_positions, self.model.hp.architecture)
         adapters = self._adapters_in(batch)
         positions = step.positions if batch.positions is None else batch.positions
-        if self.options.compact and np.array_equal(positions, step.positions):  # a step that is refused changes nothing
+        if self._compacts and np.array_equal(positions, step.positions):  # a step that is refused changes nothing
             self._compaction.before(step)
         placement = step.place(positions)
         self._make_room(placement.extent)
         active = cast("tuple[Adapter, ...]", adapters.adapters)  # checked where the sequences were opened
-        key = GraphKey.of(batch, placement, self._row_tile, active, gives_hidden=gives_hidden)
+        plans = () if self._reading is None else self._reading.plans(placement)
+        key = GraphKey.of(batch, placement, self._row_tile, active, gives_hidden=gives_hidden, plans=plans)
         ready = self.graphs.get(key)
-        ready.inputs.fill(batch, placement, adapters)
+        ready.inputs.fill(batch, placement, adapters, plans)
         ready.graph.compute()
         width = self.model.hp.n_embd if gives_hidden else self.model.hp.n_vocab
         result = self._read(ready, batch.n_outputs, width)
@@ -422,7 +443,7 @@ class GgmlExecutor(Executor):
         self.n_forwarded += batch.n_tokens
         self.n_rows_read += sum(placement.rows_read)
         self.n_cells_peak = max(self.n_cells_peak, self.cache.used_cells)
-        if self.options.compact:
+        if self._compacts:
             self._compaction.note(placement)
         return result
 
@@ -466,7 +487,7 @@ class GgmlExecutor(Executor):
         n_outside = len(self.model.weights) + 2 * hp.n_layer + sum(2 * len(each.pairs) for each in key.adapters)
         b = GraphBuilder(self.model.libraries, max_tensors, n_outside)
         try:
-            inputs = GraphInputs(b, key, self.cache, hp.n_vocab, hp.n_embd, join=self._join)
+            inputs = GraphInputs(b, key, self.cache, hp.n_vocab, hp.n_embd, join=self._join, reading=self._reading)
             g = ModelGraph(
                 b,
                 hp,

@@ -11,6 +11,7 @@ last row that is a prepared one is repeated as such.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from ggml_engine.errors import InputError
 from ggml_engine.executor.batch import Batch
+from ggml_engine.executor.planned_rows import PlannedReading, PlannedRows
 from ggml_engine.executor.prepared import EmbeddingInput
 from ggml_engine.ggml.backends import has_data, host_view, set_data
 from ggml_engine.ggml.ops import GraphBuilder, Tensor
@@ -26,8 +28,9 @@ from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.adapted import AdaptedProducts
 from ggml_engine.models.adapter import Adapter
 from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
-from ggml_engine.models.attention import KvRows
+from ggml_engine.models.attention import KvCells, KvRows
 from ggml_engine.models.blocks import OfPositions, PreparedRows
+from ggml_engine.pool.cell_plan import CellPlan
 from ggml_engine.pool.cells import Placement
 from ggml_engine.pool.kv_types import hadamard
 from ggml_engine.pool.read_plan import Comb, group_spans
@@ -46,7 +49,8 @@ class GraphKey:
     n_tokens: int
     n_outputs: int
     selects_outputs: bool  # whether the outputs are not just all tokens in their order
-    reads: tuple[Spans, ...]  # per window
+    reads: tuple[Spans, ...]  # per window; empty where they are told by a plan
+    plans: tuple[int, ...] = ()  # per window the capacity of its plan
     n_prepared: int = 0  # rows that are not looked up, padding included
     gives_hidden: bool = False  # in place of logits
     adapters: tuple[Adapter, ...] = ()  # whatever their scales
@@ -60,9 +64,11 @@ class GraphKey:
         adapters: tuple[Adapter, ...] = (),
         *,
         gives_hidden: bool = False,
+        plans: Sequence[CellPlan] = (),
     ) -> GraphKey:
         """The key of a step; one without outputs has the same, whatever it would give."""
-        reads = tuple(tuple(read.spans) for read in placement.reads)
+        reads = () if plans else tuple(tuple(read.spans) for read in placement.reads)
+        capacities = tuple(plan.capacity for plan in plans)
         n_outputs = batch.n_outputs
         n_tokens = _padded(batch.n_tokens, row_tile)
         n_prepared = 0
@@ -70,7 +76,8 @@ class GraphKey:
             n_prepared = _padded(_prepared_rows(batch, n_tokens).size, row_tile)
         selects = 0 < n_outputs < batch.n_tokens
         gives_hidden = gives_hidden and n_outputs > 0
-        return cls(n_tokens, _padded(n_outputs, row_tile), selects, reads, n_prepared, gives_hidden, adapters)
+        n_outputs = _padded(n_outputs, row_tile)
+        return cls(n_tokens, n_outputs, selects, reads, capacities, n_prepared, gives_hidden, adapters)
 
 
 def _padded(n: int, tile: int) -> int:
@@ -96,7 +103,15 @@ class GraphInputs:
     """The inputs of a graph of `key`'s shape, as tensors of `b`. `join` as in `KvRows`."""
 
     def __init__(
-        self, b: GraphBuilder, key: GraphKey, cache: GgmlCache, n_vocab: int, n_embd: int, *, join: bool = False
+        self,
+        b: GraphBuilder,
+        key: GraphKey,
+        cache: GgmlCache,
+        n_vocab: int,
+        n_embd: int,
+        *,
+        join: bool = False,
+        reading: PlannedReading | None = None,
     ) -> None:
         n = key.n_tokens
         self._b = b
@@ -125,6 +140,7 @@ class GraphInputs:
             n_rows = sum(length for _, length in spans)
             self._masks.append(b.input(f"inp_mask_{index}", TensorType.F16, n_rows, n))
             self._mask_data.append(np.empty((n, n_rows), np.float16))
+        self._planned = None if reading is None else PlannedRows(b, key.plans, n, cache, reading)
         self.outputs = b.input("inp_outputs", TensorType.I32, key.n_outputs) if key.selects_outputs else None
         self._rotations: dict[int, Tensor] = {}
         self.adapted = AdaptedProducts(b, key.adapters) if key.adapters else None
@@ -157,8 +173,10 @@ class GraphInputs:
         width = self._cache.pool.layers[layer].n_embd_v
         self._cache.pool.write(self._b, layer, k, v, self._cells, self._v_rows.get(width, self._cells))
 
-    def read(self, layer: int) -> KvRows:
+    def read(self, layer: int) -> KvRows | KvCells:
         """What the step's queries see in this layer."""
+        if self._planned is not None:
+            return self._planned.read(layer)
         window = self._cache.window_of_layer[layer]
         k, v = self._cache.pool.read(self._b, layer, self._combs[window])
         columns = self._cache.pool.format.v_layout == "columns"
@@ -166,7 +184,13 @@ class GraphInputs:
 
     # ---- filling
 
-    def fill(self, batch: Batch, placement: Placement, adapters: AdapterSet = NO_ADAPTERS) -> None:
+    def fill(
+        self,
+        batch: Batch,
+        placement: Placement,
+        adapters: AdapterSet = NO_ADAPTERS,
+        plans: Sequence[CellPlan] = (),
+    ) -> None:
         """Set every input for a step of this shape, computed with `adapters`: those of the key, at any scales.
 
         Raises InputError for a token id outside of the vocabulary.
@@ -185,7 +209,9 @@ class GraphInputs:
         self._set(self._cells, cells)
         for width, tensor in self._v_rows.items():
             self._set(tensor, self._cache.pool.v_row_ids(cells, width))
-        for tensor, data, read in zip(self._masks, self._mask_data, placement.reads, strict=True):
+        if self._planned is not None:
+            self._planned.fill(plans, has_data, self._set)
+        for tensor, data, read in zip(self._masks, self._mask_data, placement.reads, strict=False):
             if not has_data(tensor):  # no layer of this graph reads through the window
                 continue
             read.fill_mask(data[: batch.n_tokens])

@@ -90,6 +90,18 @@ typedef bool (*ggml_abort_callback)(void * data);
 typedef bool (*ggml_backend_sched_eval_callback)(struct ggml_tensor * t, bool ask, void * user_data);
 typedef void (*ggml_log_callback)(enum ggml_log_level level, const char * text, void * user_data);
 typedef bool (*llama_progress_callback)(float progress, void * user_data);
+typedef void (*ggml_custom_op_t)(struct ggml_tensor * dst, int ith, int nth, void * userdata);
+typedef void (*ggml_to_float_t)(const void * restrict x, float * restrict y, int64_t k);
+typedef void (*ggml_from_float_t)(const float * restrict x, void * restrict y, int64_t k);
+struct ggml_type_traits {
+    const char * type_name;
+    int64_t blck_size;
+    int64_t blck_size_interleave;
+    size_t type_size;
+    bool is_quantized;
+    ggml_to_float_t to_float;
+    ggml_from_float_t from_float_ref;
+};
 
 /* ---- function types behind ggml_backend_reg_get_proc_address ---- */
 typedef void (*ggml_backend_set_n_threads_t)(ggml_backend_t backend, int n_threads);
@@ -112,6 +124,7 @@ size_t ggml_tensor_overhead(void);
 size_t ggml_quantize_chunk(enum ggml_type type, const float * src, void * dst, int64_t start, int64_t nrows, int64_t n_per_row,
                            const float * imatrix);
 bool ggml_quantize_requires_imatrix(enum ggml_type type);
+const struct ggml_type_traits * ggml_get_type_traits(enum ggml_type type);
 bool ggml_validate_row_data(enum ggml_type type, const void * data, size_t nbytes);
 
 struct ggml_context * ggml_init(struct ggml_init_params params);
@@ -187,6 +200,8 @@ struct ggml_tensor * ggml_rope_ext(struct ggml_context * ctx, struct ggml_tensor
                                    float attn_factor, float beta_fast, float beta_slow);
 struct ggml_tensor * ggml_flash_attn_ext(struct ggml_context * ctx, struct ggml_tensor * q, struct ggml_tensor * k, struct ggml_tensor * v,
                                          struct ggml_tensor * mask, float scale, float max_bias, float logit_softcap);
+struct ggml_tensor * ggml_custom_4d(struct ggml_context * ctx, enum ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3,
+                                    struct ggml_tensor ** args, int n_args, ggml_custom_op_t fun, int n_tasks, void * userdata);
 void ggml_flash_attn_ext_add_sinks(struct ggml_tensor * a, struct ggml_tensor * sinks);
 bool ggml_prec_set_acc(struct ggml_tensor * a, enum ggml_prec prec);
 void ggml_mul_mat_set_hint(struct ggml_tensor * a, enum ggml_op_hint hint);

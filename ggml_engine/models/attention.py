@@ -2,7 +2,8 @@
 
 Knows shapes and masks, not sequences: rows of K and V come as they were read, the mask says who sees what.
 `flash` never holds the scores; `matmul` does, and wants V transposed ("columns"). `*_folded` lets the query heads
-that share a K/V head be rows of one product, so that K and V are read once per group.
+that share a K/V head be rows of one product, so that K and V are read once per group. `cells` is a kernel of our own
+that reads the pool's rows where they lie, by a plan and without a mask.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from enum import Enum
 from typing import Protocol
 
 from ggml_engine.errors import GraphError
+from ggml_engine.ggml.cell_kernel import CellKernel
 from ggml_engine.ggml.ops import GraphBuilder, Tensor
 from ggml_engine.ggml.tensor_types import TensorType
 
@@ -20,6 +22,7 @@ from ggml_engine.ggml.tensor_types import TensorType
 class AttentionForm(str, Enum):
     """How a graph computes attention."""
 
+    CELLS = "cells"
     FLASH = "flash"
     MATMUL = "matmul"
 
@@ -40,6 +43,20 @@ class KvRows:
     join: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class KvCells:
+    """All rows of the pool, and a plan of which of them each token sees, for the compiled kernel.
+
+    k [head, rows, heads], v [head_v, rows, heads].
+    """
+
+    k: Tensor
+    v: Tensor
+    plan: Tensor  # i32 [n], see pool/cell_plan.py
+    kernel: CellKernel
+    n_splits: int
+
+
 class KvStore(Protocol):
     """Where a graph leaves and finds K and V; the cache's side of attention."""
 
@@ -55,7 +72,7 @@ class KvStore(Protocol):
         """Store k f32 [n_embd_k, tokens] and v f32 [n_embd_v, tokens] in the cells of this step's tokens."""
         ...
 
-    def read(self, layer: int) -> KvRows:
+    def read(self, layer: int) -> KvRows | KvCells:
         """What the step's queries see in this layer, its own tokens included."""
         ...
 
@@ -63,7 +80,7 @@ class KvStore(Protocol):
 def attend(
     b: GraphBuilder,
     q: Tensor,
-    rows: KvRows,
+    rows: KvRows | KvCells,
     form: AttentionForm,
     scale: float,
     softcap: float,
@@ -79,13 +96,16 @@ def attend(
     head's values after they are mixed, so that heads have `size` elements (DeepSeek-AI, arXiv:2405.04434).
     """
     n_head, n_tokens = q.ne[1], q.ne[2]
+    if isinstance(rows, KvCells):
+        mixed = b.cell_attention(
+            rows.kernel, q, rows.k, rows.v, rows.plan, scale, softcap=softcap, sinks=sinks, n_splits=rows.n_splits,
+            name=f"{name}.cells",
+        )  # fmt: skip
+        return _all_heads(b, mixed, v_up, name)
     q = b.permute(q, 0, 2, 1, 3, name=f"{name}.q")  # [head, tokens, heads]
     if form is AttentionForm.FLASH:
         mixed = _flash(b, q, rows, scale, softcap, name, sinks)  # [head_v, heads, tokens]
-        if v_up is not None:
-            mixed = b.mul_mat(v_up, b.permute(mixed, 0, 2, 1, 3), f"{name}.v_up")
-            mixed = b.cont(b.permute(mixed, 0, 2, 1, 3))
-        return b.reshape(mixed, mixed.ne[0] * n_head, n_tokens, name=f"{name}.kqv_out")
+        return _all_heads(b, mixed, v_up, name)
     if rows.join:
         rows = _joined(b, rows)
     scores = b.concat_all([_score(b, k, q, name) for k in rows.k], 0)
@@ -96,6 +116,14 @@ def attend(
     if v_up is not None:
         mixed = b.mul_mat(v_up, mixed, f"{name}.v_up")
     return b.cont_2d(b.permute(mixed, 0, 2, 1, 3), mixed.ne[0] * n_head, n_tokens, f"{name}.kqv_out")
+
+
+def _all_heads(b: GraphBuilder, mixed: Tensor, v_up: Tensor | None, name: str) -> Tensor:
+    """[head_v, heads, tokens] as [size * heads, tokens]."""
+    if v_up is not None:
+        mixed = b.mul_mat(v_up, b.permute(mixed, 0, 2, 1, 3), f"{name}.v_up")
+        mixed = b.cont(b.permute(mixed, 0, 2, 1, 3))
+    return b.reshape(mixed, mixed.ne[0] * mixed.ne[1], mixed.ne[2], name=f"{name}.kqv_out")
 
 
 def _score(b: GraphBuilder, k: Tensor, q: Tensor, name: str) -> Tensor:

@@ -15,6 +15,7 @@ from ggml_engine.pool.cells import CellCache
 from ggml_engine.pool.compaction import Move
 from ggml_engine.pool.kv_pool import GgmlKvPool, check_memory
 from ggml_engine.pool.kv_types import KvFormat
+from ggml_engine.pool.read_plan import ReadKind
 from ggml_engine.pool.sequence_cache import SequenceCache
 from ggml_engine.pool.window import Window
 
@@ -48,10 +49,10 @@ class GgmlCellCache(CellCache):
         kv_format: KvFormat | None = None,
         run: int = 64,
         read_block: int = 256,
-        by_position: bool = False,
+        reads: ReadKind = ReadKind.IN_BLOCKS,
     ) -> None:
         check_memory(layers, backends, capacity, kv_format or KvFormat())  # before the table of cells, as long as that
-        super().__init__(capacity, _windows(layers), run=run, read_block=read_block, by_position=by_position)
+        super().__init__(capacity, _windows(layers), run=run, read_block=read_block, reads=reads)
         self.window_of_layer = _window_of_layer(layers)
         self.pool = GgmlKvPool(libraries, layers, backends, self.capacity, kv_format=kv_format)
 

@@ -28,7 +28,7 @@ from ggml_engine.errors import (
 from ggml_engine.pool.arguments import checked_count, checked_int, checked_integers, checked_option
 from ggml_engine.pool.cell_table import CellTable
 from ggml_engine.pool.compaction import Move, plan_move
-from ggml_engine.pool.read_plan import ReadGeometry, VisibleCells, WindowRead, plan_read, plan_read_by_position
+from ggml_engine.pool.read_plan import PLANNERS, ReadGeometry, ReadKind, VisibleCells, WindowRead
 from ggml_engine.pool.window import Window
 
 # Cells are indices of rows, which ggml takes as i32.
@@ -125,9 +125,7 @@ class CellCache:
     `capacity` is in cells and is rounded up to a whole run. `windows` are the distinct windows of the model's layers; a
     number is a sliding one of so many tokens, 0 for layers that see everything. `run` is the alignment of cells (a
     position's cell is congruent to it modulo `run`: that makes results independent of placement), `read_block` is what
-    reads are rounded to; one of the two divides the other. `by_position` reads every sequence's cells in the order of
-    its positions, in a section of its own: results are then independent of placement to the bit, and shared cells are
-    read once per sequence. Raises OptionError for values that are not possible, before anything is allocated.
+    reads are rounded to; one of the two divides the other. `reads` is how a step's rows are chosen. Raises OptionError for values that are not possible, before anything is allocated.
     """
 
     def __init__(
@@ -137,7 +135,7 @@ class CellCache:
         *,
         run: int = 64,
         read_block: int = 256,
-        by_position: bool = False,
+        reads: ReadKind = ReadKind.IN_BLOCKS,
     ) -> None:
         capacity = checked_option(capacity, "capacity", 1)
         run = checked_option(run, "run", 1)
@@ -152,7 +150,7 @@ class CellCache:
             raise OptionError(f"capacity {capacity} in runs of {run} is {rounded} cells, at most {_MAX_CELLS} exist")
         self._table = CellTable(rounded, run)
         self._geometry = ReadGeometry(run, read_block, rounded)
-        self._by_position = by_position
+        self._reads = reads
         self._sequences: dict[int, _Sequence] = {}
         self._next_id = 0
 
@@ -404,7 +402,7 @@ class CellCache:
     def _visible_cells(self, extension: _Extension, window: Window) -> VisibleCells:
         sequence = extension.sequence
         first_seen = max(0, window.first_seen(sequence.length))
-        if self._by_position:
+        if self._reads is ReadKind.BY_POSITION:
             first_seen -= first_seen % self.run  # so that a position's column does not depend on the step
         return VisibleCells(
             extension.tokens, extension.n_tokens, sequence.length, first_seen, sequence.cells[first_seen:]
@@ -417,8 +415,7 @@ class CellCache:
         reads = []
         for window in self._windows:
             visible = [self._visible_cells(extension, window) for extension in step.extensions]
-            plan = plan_read_by_position if self._by_position else plan_read
-            reads.append(plan(window, visible, cells.size, self._geometry))
+            reads.append(PLANNERS[self._reads](window, visible, cells.size, self._geometry))
         return Placement(
             sequences=step.sequences,
             positions=step.positions.astype(np.int32),

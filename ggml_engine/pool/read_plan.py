@@ -11,9 +11,11 @@ on a multiple of min(run, B), so that a mask column is congruent to its cell.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +25,14 @@ from ggml_engine.pool.window import Window
 
 Cells = npt.NDArray[np.int64]
 Span = tuple[int, int]
+
+
+class ReadKind(Enum):
+    """How the rows of a step are chosen; see the function that does it."""
+
+    IN_BLOCKS = "in_blocks"  # plan_read: few spans of whole blocks, and a mask
+    BY_POSITION = "by_position"  # plan_read_by_position: the same, not depending on where cells lie
+    EXACT = "exact"  # plan_read_exactly: the visible rows alone
 
 
 class Comb(NamedTuple):
@@ -71,7 +81,7 @@ class WindowRead:
 
     `spans` are (lowest cell, number of rows), ascending; `n_rows` is their sum and the width of the mask; `n_visible`
     of those rows are seen by some query, the others are padding: masked, and possibly never written, so the pool must
-    hold finite numbers there.
+    hold finite numbers there. `visible` are the step's sequences, in the order that they were given in.
     """
 
     window: Window
@@ -79,8 +89,16 @@ class WindowRead:
     n_rows: int
     n_visible: int
     n_tokens: int
-    _groups: tuple[QueryGroup, ...]
+    visible: tuple[VisibleCells, ...]
+    _columns: Callable[[], Sequence[Cells]]  # of each sequence's cells
     _mask_window: Window
+
+    @property
+    def _groups(self) -> list[QueryGroup]:
+        return [
+            QueryGroup(each.tokens, each.n_tokens, each.first_query, each.first_seen, columns)
+            for each, columns in zip(self.visible, self._columns(), strict=True)
+        ]
 
     def rows(self) -> Cells:
         """The cell of every mask column, i64 [n_rows], ascending."""
@@ -89,9 +107,9 @@ class WindowRead:
     def count_own_spans(self) -> list[int]:
         """For each sequence of the step, ascending, how many spans hold visible cells of no other one."""
         ends = np.cumsum([n for _, n in self.spans])
-        touched = np.zeros((len(self._groups), ends.size), np.bool_)
-        for row, group in zip(touched, self._groups, strict=True):
-            row[np.searchsorted(ends, group.columns, side="right")] = True
+        touched = np.zeros((len(self.visible), ends.size), np.bool_)
+        for row, columns in zip(touched, self._columns(), strict=True):
+            row[np.searchsorted(ends, columns, side="right")] = True
         own: list[int] = (touched & (touched.sum(axis=0) == 1)).sum(axis=1).tolist()
         return own
 
@@ -111,24 +129,40 @@ def plan_read(window: Window, sequences: Sequence[VisibleCells], n_tokens: int, 
     distinct_los, distinct_his = merge_stretches(los, his)
     spans = plan_spans(distinct_los, distinct_his, geometry)
     columns = cells + np.repeat(_column_offsets(los, spans), his - los)
-    groups = []
-    start = 0
-    for sequence in sequences:
-        stop = start + sequence.cells.size
-        groups.append(
-            QueryGroup(
-                sequence.tokens, sequence.n_tokens, sequence.first_query, sequence.first_seen, columns[start:stop]
-            )
-        )
-        start = stop
+    ends = np.cumsum([sequence.cells.size for sequence in sequences])
     return WindowRead(
         window=window,
         spans=spans,
         n_rows=sum(n for _, n in spans),
         n_visible=int((distinct_his - distinct_los).sum()),
         n_tokens=n_tokens,
-        _groups=tuple(groups),
+        visible=tuple(sequences),
+        _columns=partial(np.split, columns, ends[:-1]),
         # positions are below the capacity, and this one fits an i32
+        _mask_window=window.bounded(geometry.capacity),
+    )
+
+
+def plan_read_exactly(
+    window: Window, sequences: Sequence[VisibleCells], n_tokens: int, geometry: ReadGeometry
+) -> WindowRead:
+    """Plans a read of the visible rows and no others, for a kernel that skips what it is not told of."""
+    each = [find_stretches(sequence.cells) for sequence in sequences]
+    los, his = merge_stretches(np.concatenate([los for los, _ in each]), np.concatenate([his for _, his in each]))
+    spans = tuple(zip(los.tolist(), (his - los).tolist(), strict=True))
+    n_rows = int((his - los).sum())
+
+    def columns() -> list[Cells]:
+        return [sequence.cells + _column_offsets(sequence.cells, spans) for sequence in sequences]
+
+    return WindowRead(
+        window=window,
+        spans=spans,
+        n_rows=n_rows,
+        n_visible=n_rows,
+        n_tokens=n_tokens,
+        visible=tuple(sequences),
+        _columns=columns,
         _mask_window=window.bounded(geometry.capacity),
     )
 
@@ -143,15 +177,12 @@ def plan_read_by_position(
     once for each of them. Spans may overlap and need not ascend.
     """
     spans: list[Span] = []
-    groups = []
+    columns: list[Cells] = []
     n_rows = n_visible = 0
     for sequence in sequences:
         los, his = find_stretches(sequence.cells.astype(np.int64))
         section = list(zip(los.tolist(), (his - los).tolist(), strict=True))
-        columns = np.arange(n_rows, n_rows + sequence.cells.size, dtype=np.int64)
-        groups.append(
-            QueryGroup(sequence.tokens, sequence.n_tokens, sequence.first_query, sequence.first_seen, columns)
-        )
+        columns.append(np.arange(n_rows, n_rows + sequence.cells.size, dtype=np.int64))
         _fill_section(section, -sequence.cells.size % geometry.read_block, geometry.capacity)
         spans += section
         n_rows += sum(n for _, n in section)
@@ -162,9 +193,17 @@ def plan_read_by_position(
         n_rows=n_rows,
         n_visible=n_visible,
         n_tokens=n_tokens,
-        _groups=tuple(groups),
+        visible=tuple(sequences),
+        _columns=lambda: columns,
         _mask_window=window.bounded(geometry.capacity),
     )
+
+
+PLANNERS: dict[ReadKind, Callable[[Window, Sequence[VisibleCells], int, ReadGeometry], WindowRead]] = {
+    ReadKind.IN_BLOCKS: plan_read,
+    ReadKind.BY_POSITION: plan_read_by_position,
+    ReadKind.EXACT: plan_read_exactly,
+}
 
 
 def _fill_section(section: list[Span], padding: int, capacity: int) -> None:
@@ -178,12 +217,12 @@ def _fill_section(section: list[Span], padding: int, capacity: int) -> None:
         padding -= section[-1][1]
 
 
-def find_stretches(cells: Cells) -> tuple[Cells, Cells]:
+def find_stretches(cells: npt.NDArray[np.integer[Any]]) -> tuple[Cells, Cells]:
     """The pieces of consecutive cells, in the order given: their lowest cells, and one past their highest."""
     breaks = np.flatnonzero(cells[1:] - cells[:-1] != 1)
     firsts = np.concatenate(([0], breaks + 1))
     lasts = np.concatenate((breaks, [cells.size - 1]))
-    return cells[firsts], cells[lasts] + 1
+    return cells[firsts].astype(np.int64), cells[lasts].astype(np.int64) + 1
 
 
 def merge_stretches(los: Cells, his: Cells) -> tuple[Cells, Cells]:
@@ -272,7 +311,7 @@ def _pad(los: Cells, his: Cells, padding: int, capacity: int) -> tuple[Cells, Ce
     return los, his
 
 
-def _column_offsets(cells: Cells, spans: tuple[Span, ...]) -> Cells:
+def _column_offsets(cells: npt.NDArray[np.integer[Any]], spans: tuple[Span, ...]) -> Cells:
     """What to add to each of `cells`, all inside `spans`, to get its mask column."""
     table = np.array(spans, dtype=np.int64)
     first_columns = np.cumsum(table[:, 1]) - table[:, 1]

@@ -21,6 +21,7 @@ from ggml_engine.pool.cells import BatchControl, Step
 from ggml_engine.pool.compaction import Move
 from ggml_engine.pool.kv_pool import GgmlKvPool
 from ggml_engine.pool.kv_types import KvFormat
+from ggml_engine.pool.read_plan import ReadKind
 
 
 class GgmlCache(BatchControl, Protocol):
@@ -74,7 +75,7 @@ class CacheConfig:
     kv_format: KvFormat
     run: int = 64
     read_block: int = 256
-    by_position: bool = False  # read in position order: results independent of placement
+    reads: ReadKind = ReadKind.IN_BLOCKS
 
 
 CacheBuilder = Callable[[CacheConfig], GgmlCache]
@@ -89,7 +90,7 @@ def _build_cells(config: CacheConfig) -> GgmlCache:
         kv_format=config.kv_format,
         run=config.run,
         read_block=config.read_block,
-        by_position=config.by_position,
+        reads=config.reads,
     )
 
 

@@ -128,7 +128,7 @@ def test_somebody_can_add_a_kind_that_the_executor_runs(model: Model) -> None:
     def build(config: CacheConfig) -> GgmlCache:
         return CountingCache(
             config.libraries, config.layers, config.backends, config.capacity, kv_format=config.kv_format, run=config.run,
-            read_block=config.read_block, by_position=config.by_position,
+            read_block=config.read_block, reads=config.reads,
         )  # fmt: skip
 
     register_cache("counting", build)

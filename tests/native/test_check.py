@@ -109,8 +109,9 @@ def test_without_the_mask_the_check_fails(tiny: Path, monkeypatch, capsys) -> No
 
 
 def test_without_the_window_the_check_fails(tmp_path: Path, monkeypatch) -> None:
-    planned = cells.plan_read
-    monkeypatch.setattr(cells, "plan_read", lambda _window, *rest: planned(Window(0), *rest))
+    planned = cells.PLANNERS
+    everything = {kind: lambda _window, *rest, plan=plan: plan(Window(0), *rest) for kind, plan in planned.items()}
+    monkeypatch.setattr(cells, "PLANNERS", everything)
     rows = check_model(write_gemma3(tmp_path / "g.gguf"), n_tokens=24, threads=1, attention="flash")
     failed = {row.way for row in rows if not row.ok}
     assert failed >= {"alone", "window 5", "batched"}

@@ -21,6 +21,7 @@ class GraphContext(TensorContext):
         require_tensor_count(max_tensors, 1)
         require_tensor_count(n_outside, 0)
         self.has_graph = False
+        self.kept: list[Any] = []  # memory that operations of the graph point to
         self.outside: list[Any] = []  # pointers; their data must be there before the graph runs
         self._reached: set[Any] = set()  # pointers of all tensors, made here or outside; cffi's hash by address
         self.graph_size = max_tensors + n_outside

@@ -1,0 +1,88 @@
+"""Reading by plan: how a graph's compiled attention is told, before each run, which rows each token sees.
+
+Rows are not part of a graph's shape then, only how long a plan may be: one graph serves a decoding batch for as long
+as the pool does not grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ggml_engine.ggml.backends import default_threads
+from ggml_engine.ggml.cell_kernel import CellKernel, find_kernel
+from ggml_engine.ggml.ops import GraphBuilder, Tensor
+from ggml_engine.ggml.tensor_types import TensorType
+from ggml_engine.models.attention import KvCells
+from ggml_engine.models.config import Hyperparameters, KvLayer
+from ggml_engine.pool.cell_plan import CellPlan, plan_cells
+from ggml_engine.pool.cells import Placement
+from ggml_engine.pool.read_plan import Comb
+from ggml_engine.pool.registry import GgmlCache
+
+# Query heads of all tokens of a tile, at which converting a block of K costs little beside its products, and what
+# belongs to the queries still fits the second cache.
+_QUERIES_PER_TILE = 32
+
+# Items of work for each thread: the more, the less one waits for the other; each costs its partial sums.
+_ITEMS_PER_THREAD = 4
+_MAX_SPLITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedReading:
+    """How an executor's steps are cut for the kernel."""
+
+    kernel: CellKernel
+    tokens_per_tile: int
+    n_threads: int
+
+    @classmethod
+    def of(cls, hp: Hyperparameters, layers: Sequence[KvLayer]) -> PlannedReading | None:
+        """For a model's heads; None where there is no kernel, or none that takes them."""
+        kernel = find_kernel()
+        if kernel is None or not all(kernel.takes(each.head_k) and kernel.takes(each.head_v) for each in layers):
+            return None
+        groups = [hp.n_head[il] // layers[hp.kv_index(il)].n_head for il in range(hp.n_layer)]
+        return cls(kernel, max(1, _QUERIES_PER_TILE // max(groups)), default_threads())
+
+    def plans(self, placement: Placement) -> tuple[CellPlan, ...]:
+        """The plan of every window."""
+        return tuple(plan_cells(read, self.tokens_per_tile) for read in placement.reads)
+
+    def n_splits(self, n_tokens: int, n_head_kv: int) -> int:
+        """Into how many parts the rows of a tile are cut, so that all threads have work."""
+        n_items = -(-n_tokens // self.tokens_per_tile) * n_head_kv
+        return max(1, min(_MAX_SPLITS, -(-_ITEMS_PER_THREAD * self.n_threads // n_items)))
+
+
+class PlannedRows:
+    """The inputs of a graph's reads: one plan for each window. `capacities` are theirs."""
+
+    def __init__(
+        self, b: GraphBuilder, capacities: Sequence[int], n_tokens: int, cache: GgmlCache, reading: PlannedReading
+    ) -> None:
+        self._b = b
+        self._cache = cache
+        self._reading = reading
+        self._n_tokens = n_tokens
+        self._plans = [b.input(f"inp_plan_{i}", TensorType.I32, n) for i, n in enumerate(capacities)]
+        self._padded: list[npt.NDArray[np.int32]] = [np.zeros(n, np.int32) for n in capacities]
+
+    def read(self, layer: int) -> KvCells:
+        """All rows of a layer, and its window's plan."""
+        window = self._cache.window_of_layer[layer]
+        pool = self._cache.pool
+        (k,), (v,) = pool.read(self._b, layer, [Comb(0, pool.rows)])
+        return KvCells(k, v, self._plans[window], self._reading.kernel, self._reading.n_splits(self._n_tokens, k.ne[2]))
+
+    def fill(self, plans: Sequence[CellPlan], is_used: Callable[[Tensor], bool], set_input: Callable[..., Any]) -> None:
+        """Set the plans of a step."""
+        for tensor, padded, plan in zip(self._plans, self._padded, plans, strict=True):
+            if is_used(tensor):
+                padded[: plan.numbers.size] = plan.numbers
+                set_input(tensor, padded)

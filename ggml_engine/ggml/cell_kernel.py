@@ -1,0 +1,71 @@
+"""The compiled attention over cells, where the package was built with one that suits this processor.
+
+Knows the C side's parameters (native/cell_attention.h), not what they are used for. The sources are in
+`ggml_engine/native`; without them built, `find_kernel` finds nothing, and ggml's own operations do the work.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from ggml_engine.ggml.library import Libraries, ffi
+from ggml_engine.ggml.tensor_types import TensorType
+
+_PARAMS = struct.Struct("@2f4i2P")  # struct cell_attention_params
+_STORED = {TensorType.F16: 1, TensorType.F32: 2}  # enum cell_rows; other types are converted
+
+
+@dataclass(frozen=True, slots=True)
+class CellKernel:
+    """Two operations for `ggml_custom_4d`: `attend`, and `merge` for what was attended in parts."""
+
+    name: str
+    n_lanes: int  # heads are whole multiples of it
+    attend: Any
+    merge: Any
+
+    def takes(self, n_embd_head: int) -> bool:
+        """Whether heads of so many elements can be computed."""
+        return n_embd_head > 0 and n_embd_head % self.n_lanes == 0
+
+
+@lru_cache(maxsize=1)
+def find_kernel() -> CellKernel | None:
+    """The kernel for this processor, or None."""
+    try:
+        from ggml_engine.native import _cell_attention as native  # noqa: PLC0415  # absent where nothing was built
+    except ImportError:
+        return None
+    sizes = (native.PARAMS_BYTES, native.TENSOR_BYTES)
+    found = native.kernel()
+    if found is None or sizes != (_PARAMS.size, ffi.sizeof("struct ggml_tensor")):
+        return None
+    name, n_lanes, attend, merge = found
+    return CellKernel(name, n_lanes, ffi.cast("ggml_custom_op_t", attend), ffi.cast("ggml_custom_op_t", merge))
+
+
+def kernel_params(
+    libraries: Libraries,
+    k_type: TensorType,
+    v_type: TensorType,
+    n_head_kv: int,
+    scale: float,
+    softcap: float,
+    n_splits: int,
+) -> Any:
+    """The constants of an operation, as memory that must live as long as its graph."""
+    to_float = [_converter(libraries, each) for each in (k_type, v_type)]
+    packed = _PARAMS.pack(
+        scale, softcap, n_head_kv, n_splits, _STORED.get(k_type, 0), _STORED.get(v_type, 0), *to_float
+    )
+    memory = ffi.new("char[]", _PARAMS.size)
+    ffi.memmove(memory, packed, _PARAMS.size)
+    return memory
+
+
+def _converter(libraries: Libraries, tensor_type: TensorType) -> int:
+    traits = libraries.base.ggml_get_type_traits(int(tensor_type))
+    return int(ffi.cast("uintptr_t", traits.to_float))

@@ -1,0 +1,42 @@
+/* The module of Python that the kernels come in: which one suits this processor, as addresses for ggml. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "cell_attention.h"
+
+static const struct cell_kernel * choose(void) {
+#if defined(__x86_64__) && defined(__GNUC__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+        return &cell_kernel_avx2;
+    }
+#endif
+    return NULL;
+}
+
+PyDoc_STRVAR(kernel_doc, "kernel()\n--\n\n(name, floats in a vector, address of attend, address of merge), or None without one for "
+                         "this processor.");
+
+static PyObject * kernel(PyObject * self, PyObject * args) {
+    (void) self, (void) args;
+    const struct cell_kernel * found = choose();
+    if (found == NULL) Py_RETURN_NONE;
+    return Py_BuildValue("(siKK)", found->name, found->n_lanes, (unsigned long long) (uintptr_t) found->attend,
+                         (unsigned long long) (uintptr_t) found->merge);
+}
+
+static PyMethodDef methods[] = {{"kernel", kernel, METH_NOARGS, kernel_doc}, {NULL, NULL, 0, NULL}};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "_cell_attention", "Attention over the cells of a pool.", -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__cell_attention(void) {
+    PyObject * made = PyModule_Create(&module);
+    if (made == NULL) return NULL;
+    if (PyModule_AddIntConstant(made, "PARAMS_BYTES", sizeof(struct cell_attention_params)) < 0 ||
+        PyModule_AddIntConstant(made, "TENSOR_BYTES", sizeof(struct ggml_tensor)) < 0) {
+        Py_DECREF(made);
+        return NULL;
+    }
+    return made;
+}
