@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ggml_engine.executor.executor import GgmlExecutor
     from ggml_engine.loading import EngineKind, LoadedExecutor
     from ggml_engine.models.adapter import Adapter
+    from ggml_engine.models.attention import AttentionOption
     from ggml_engine.models.weights import Cancel, Progress
 
 Message = Mapping[str, object]
@@ -83,7 +84,7 @@ class Engine:
         mmap: bool = True,
         kv_type: str = "f16",
         cache_kind: str = "batched_cell",
-        attention: Literal["auto", "flash", "matmul"] = "auto",
+        attention: AttentionOption = "auto",
         max_batch_tokens: int = 512,
         deterministic: bool = False,
         adapters: Sequence[tuple[str | os.PathLike[str], float]] = (),

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import ggml_engine.control.conversation  # noqa: F401  # needed next: imported here, beside the vocabulary's parsing
 from ggml_engine.errors import OptionError, UnsupportedArchitectureError
@@ -20,6 +20,7 @@ from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.library import Libraries
 from ggml_engine.models.adapter import Adapter, load_adapter
 from ggml_engine.models.adapter_set import AdapterSet, checked_scale
+from ggml_engine.models.attention import AttentionOption
 from ggml_engine.models.model import Model, check_gpu_layers, load_model
 from ggml_engine.models.registry import find_architecture
 from ggml_engine.models.weights import Cancel, Progress
@@ -61,7 +62,7 @@ def load_executor(
     mmap: bool = True,
     kv_type: str = "f16",
     cache_kind: str = "batched_cell",
-    attention: Literal["auto", "flash", "matmul"] = "auto",
+    attention: AttentionOption = "auto",
     max_batch_tokens: int = 512,
     deterministic: bool = False,
     adapters: Iterable[tuple[str | os.PathLike[str], float]] = (),
@@ -94,7 +95,7 @@ def load_executor(
             options = LlamaOptions(
                 capacity=ctx or _llama_capacity(foreign, kv_type),
                 max_batch_tokens=max_batch_tokens,
-                attention=attention,
+                attention=cast("Any", attention),  # refused there where libllama has no such form
                 k_type=kv_type,
                 v_type=kv_type,
                 threads=threads,

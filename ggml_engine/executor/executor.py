@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +43,7 @@ from ggml_engine.ggml.ops.experts import n_tensors_apart
 from ggml_engine.models.adapted import max_nodes
 from ggml_engine.models.adapter import Adapter
 from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
-from ggml_engine.models.attention import AttentionForm
+from ggml_engine.models.attention import ATTENTION_OPTIONS, AttentionForm, AttentionOption
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.model import Model
 from ggml_engine.pool.cells import CellCache
@@ -69,20 +69,24 @@ DETERMINISTIC_ROW_TILE = 8
 DETERMINISTIC_GRAIN = 64
 
 
+_NEEDS_ROWS: Final = ("cells", "flash", "flash_folded")
+
+
 @dataclass(frozen=True, slots=True)
 class ExecutorOptions:
     """How a model is executed.
 
     `capacity` is in cells. `attention` "auto" takes what is fast on the device: on a CPU the matmul form over V in
-    columns, elsewhere flash attention over V in rows. `max_graph_bytes` bounds the working memory kept beside the
-    newest graph's. `deterministic` makes a sequence's logits independent of what runs beside it, of how its tokens were
-    cut into steps, and of where its cells lie: bit for bit, at some cost in speed (docs/determinism.md). `compact`
-    moves the cells that a sequence does not share together, once reading it in pieces has cost as much as that.
+    columns, elsewhere flash attention over V in rows; the folded forms read K and V once for all query heads that share
+    them. `max_graph_bytes` bounds the working memory kept beside the newest graph's. `deterministic` makes a sequence's
+    logits independent of what runs beside it, of how its tokens were cut into steps, and of where its cells lie: bit
+    for bit, at some cost in speed (docs/determinism.md). `compact` moves the cells that a sequence does not share
+    together, once reading it in pieces has cost as much as that.
     """
 
     capacity: int = 4096
     max_batch_tokens: int = 512
-    attention: Literal["auto", "cells", "flash", "matmul"] = "auto"
+    attention: AttentionOption = "auto"
     v_layout: Literal["auto", "rows", "columns"] = "auto"
     k_type: str = "f16"
     v_type: str = "f16"
@@ -95,13 +99,13 @@ class ExecutorOptions:
     compact: bool = True
 
     def __post_init__(self) -> None:
-        if self.attention not in ("auto", "cells", "flash", "matmul"):
-            raise OptionError(f"attention is auto, cells, flash or matmul, asked for {self.attention!r}")
+        if self.attention not in ATTENTION_OPTIONS:
+            raise OptionError(f"attention is one of {', '.join(ATTENTION_OPTIONS)}, asked for {self.attention!r}")
         if self.v_layout not in ("auto", "rows", "columns"):
             raise OptionError(f"v_layout is auto, rows or columns, asked for {self.v_layout!r}")
-        if self.attention in ("cells", "flash") and self.v_layout == "columns":
+        if self.attention in _NEEDS_ROWS and self.v_layout == "columns":
             raise OptionError(f"attention {self.attention!r} reads V in rows: it cannot go with v_layout 'columns'")
-        if self.deterministic and (self.attention in ("cells", "flash") or self.v_layout == "rows"):
+        if self.deterministic and (self.attention not in ("auto", "matmul") or self.v_layout == "rows"):
             raise OptionError(
                 "deterministic mode takes the matmul form over V in columns: leave attention and v_layout"
             )
@@ -123,21 +127,22 @@ class ExecutorOptions:
         Raises OptionError for what cannot go together.
         """
         k_type, v_type = kv_type(self.k_type), kv_type(self.v_type)
-        form = self.attention
         if self.deterministic:
-            form = "matmul"
-        elif form == "auto" and has_kernel and self.v_layout != "columns":
-            form = "cells"
-        elif form == "auto":
+            form = AttentionForm.MATMUL
+        elif self.attention == "auto" and has_kernel and self.v_layout != "columns":
+            form = AttentionForm.CELLS
+        elif self.attention == "auto":
             needs_rows = self.v_layout == "rows" or v_type in QUANTISED or device_kind != "cpu"
-            form = "matmul" if self.v_layout == "columns" or not needs_rows else "flash"
+            form = AttentionForm.MATMUL if self.v_layout == "columns" or not needs_rows else AttentionForm.FLASH
+        else:
+            form = AttentionForm(self.attention)
         layout = self.v_layout
         if layout == "auto":
-            layout = "columns" if form == "matmul" else "rows"
+            layout = "columns" if form.is_matmul else "rows"
         kv_format = KvFormat(k_type, v_type, layout)
-        if form == "matmul":
+        if form.is_matmul:
             kv_format.check_matmul()
-        return AttentionForm(form), kv_format
+        return form, kv_format
 
 
 def _read_kind(form: AttentionForm, options: ExecutorOptions) -> ReadKind:
@@ -180,7 +185,7 @@ class GgmlExecutor(Executor):
             ),
         )
         self._row_tile = DETERMINISTIC_ROW_TILE if self.options.deterministic else 1
-        self._join = self.options.deterministic or self.form is AttentionForm.FLASH
+        self._join = self.options.deterministic or self.form.is_flash
         self._compacts = self.options.compact and self._reading is None  # pieces cost the kernel nothing
         self._compaction = Compaction(self.cache, model.backends, self._make_room, join=self._join)
         self.graphs = GraphCache(self._build, self.options.max_graphs, self.options.max_graph_bytes)

@@ -133,6 +133,7 @@ class GraphInputs:
                 self._v_rows[width] = b.input(f"inp_v_rows_{width}", TensorType.I64, n * width)
         self._views: dict[Any, memoryview | None] = {}
         self._masks = []
+        self._repeated_masks: list[dict[int, Tensor]] = [{} for _ in key.reads]
         self._mask_data: list[npt.NDArray[np.float16]] = []
         single = join or n > _MAX_COMB_TOKENS
         self._combs = [[Comb(*span) for span in spans] if single else group_spans(spans) for spans in key.reads]
@@ -180,7 +181,7 @@ class GraphInputs:
         window = self._cache.window_of_layer[layer]
         k, v = self._cache.pool.read(self._b, layer, self._combs[window])
         columns = self._cache.pool.format.v_layout == "columns"
-        return KvRows(k, v, columns, self._masks[window], self._join)
+        return KvRows(k, v, columns, self._masks[window], self._join, self._repeated_masks[window])
 
     # ---- filling
 

@@ -32,7 +32,7 @@ class LlamaOptions:
 
     def __post_init__(self) -> None:
         if self.attention not in ("auto", "flash", "matmul"):
-            raise OptionError(f"attention is auto, flash or matmul, asked for {self.attention!r}")
+            raise OptionError(f"libllama's attention is auto, flash or matmul, asked for {self.attention!r}")
         limits = {"capacity": 2**31 - 1024, "max_batch_tokens": 2**20, "max_sequences": MAX_SLOTS - 1}
         for name, most in {**limits, "threads": MAX_THREADS}.items():
             value = getattr(self, name)

@@ -2,29 +2,51 @@
 
 Knows shapes and masks, not sequences: rows of K and V come as they were read, the mask says who sees what.
 `flash` never holds the scores; `matmul` does, and wants V transposed ("columns"). `*_folded` lets the query heads
-that share a K/V head be rows of one product, so that K and V are read once per group. `cells` is a kernel of our own
-that reads the pool's rows where they lie, by a plan and without a mask.
+that share a K/V head be rows of one product, so that K and V are read once per group, and kernels that work on several
+rows at once have them even for one token. Rows of a group are ordered by head, then by token: so its scores are those
+of the heads apart under another shape, and the mask stays as it is.
+`cells` is a kernel of our own, which reads the pool's rows where they lie, by a plan and without a mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Protocol
+from typing import Final, Literal, Protocol, TypeAlias, get_args
 
 from ggml_engine.errors import GraphError
 from ggml_engine.ggml.cell_kernel import CellKernel
 from ggml_engine.ggml.ops import GraphBuilder, Tensor
 from ggml_engine.ggml.tensor_types import TensorType
 
+AttentionOption: TypeAlias = Literal["auto", "cells", "flash", "flash_folded", "matmul", "matmul_folded"]
+ATTENTION_OPTIONS: Final[tuple[AttentionOption, ...]] = get_args(AttentionOption)
+
 
 class AttentionForm(str, Enum):
-    """How a graph computes attention."""
+    """How a graph computes attention. A folded form leaves heads apart that share nothing."""
 
     CELLS = "cells"
     FLASH = "flash"
+    FLASH_FOLDED = "flash_folded"
     MATMUL = "matmul"
+    MATMUL_FOLDED = "matmul_folded"
+
+    @property
+    def is_flash(self) -> bool:
+        """Whether it is the fused kernel, which reads V in rows, all of them at once."""
+        return self in {AttentionForm.FLASH, AttentionForm.FLASH_FOLDED}
+
+    @property
+    def is_matmul(self) -> bool:
+        """Whether scores are held, and V is best in columns."""
+        return self in {AttentionForm.MATMUL, AttentionForm.MATMUL_FOLDED}
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether the heads of a group are rows of one product."""
+        return self in {AttentionForm.FLASH_FOLDED, AttentionForm.MATMUL_FOLDED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +55,8 @@ class KvRows:
 
     A piece of k is [head, rows, heads], of v the same ("rows") or [rows, head, heads] ("columns"). Without `join` a
     piece may have a fourth dimension: several spans of so many rows each, one after the other. `join` asks for one sum
-    over all rows, so that the result does not depend on how they were cut; flash attention needs it.
+    over all rows, so that the result does not depend on how they were cut; flash attention needs it. Reads of the same
+    rows share `repeated_masks`, which holds what was made of the mask once.
     """
 
     k: Sequence[Tensor]
@@ -41,6 +64,7 @@ class KvRows:
     v_is_columns: bool
     mask: Tensor  # f16 [rows, tokens]
     join: bool = False
+    repeated_masks: dict[int, Tensor] = field(default_factory=dict)  # f16 [rows, tokens * n] by n
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +126,32 @@ def attend(
             name=f"{name}.cells",
         )  # fmt: skip
         return _all_heads(b, mixed, v_up, name)
-    q = b.permute(q, 0, 2, 1, 3, name=f"{name}.q")  # [head, tokens, heads]
-    if form is AttentionForm.FLASH:
-        mixed = _flash(b, q, rows, scale, softcap, name, sinks)  # [head_v, heads, tokens]
+    n_head_kv = rows.k[0].ne[2]
+    folds = form.is_folded and n_head > n_head_kv
+    if form.is_flash:
+        rows = _joined(b, rows)
+        if folds and sinks is None:  # the kernel takes one sink for all rows of a product
+            mixed = _flash_folded(b, q, rows, scale, softcap, name)
+        else:
+            mixed = _flash(b, q, rows, scale, softcap, name, sinks)  # [head_v, heads, tokens]
         return _all_heads(b, mixed, v_up, name)
     if rows.join:
         rows = _joined(b, rows)
-    scores = b.concat_all([_score(b, k, q, name) for k in rows.k], 0)
+    queries = _fold(b, q, n_head_kv, name) if folds else _by_head(b, q, name)
+    scores = b.concat_all([_score(b, k, queries, name) for k in rows.k], 0)
+    n_rows = scores.ne[0]
+    if folds:
+        scores = b.reshape(scores, n_rows, n_tokens, n_head)
     if softcap > 0:
         scores = b.scale(b.tanh(b.scale(scores, 1.0 / softcap)), softcap, f"{name}.kq_capped")
     weights = b.soft_max(scores, rows.mask, scale, f"{name}.kq_soft_max", sinks=sinks)  # [rows, tokens, heads]
-    mixed = _mix(b, rows, weights, name)  # [head_v, tokens, heads]
+    if folds:
+        weights = b.reshape(weights, n_rows, queries.ne[1], n_head_kv)
+    mixed = _mix(b, rows, weights, name)
+    if folds:
+        mixed = b.reshape(mixed, mixed.ne[0], n_tokens, n_head)
     if v_up is not None:
-        mixed = b.mul_mat(v_up, mixed, f"{name}.v_up")
+        mixed = b.mul_mat(v_up, mixed, f"{name}.v_up")  # [head_v, tokens, heads]
     return b.cont_2d(b.permute(mixed, 0, 2, 1, 3), mixed.ne[0] * n_head, n_tokens, f"{name}.kqv_out")
 
 
@@ -124,6 +161,19 @@ def _all_heads(b: GraphBuilder, mixed: Tensor, v_up: Tensor | None, name: str) -
         mixed = b.mul_mat(v_up, b.permute(mixed, 0, 2, 1, 3), f"{name}.v_up")
         mixed = b.cont(b.permute(mixed, 0, 2, 1, 3))
     return b.reshape(mixed, mixed.ne[0] * mixed.ne[1], mixed.ne[2], name=f"{name}.kqv_out")
+
+
+def _by_head(b: GraphBuilder, q: Tensor, name: str) -> Tensor:
+    """[head, heads, tokens] as [head, tokens, heads]."""
+    return b.permute(q, 0, 2, 1, 3, name=f"{name}.q")
+
+
+def _fold(b: GraphBuilder, q: Tensor, n_head_kv: int, name: str) -> Tensor:
+    """[head, heads, tokens] as [head, tokens * group, kv heads]; a copy where there are several tokens."""
+    by_head = _by_head(b, q, name)
+    if not by_head.is_contiguous:
+        by_head = b.cont(by_head)
+    return b.reshape(by_head, q.ne[0], q.n_elements // (q.ne[0] * n_head_kv), n_head_kv, name=f"{name}.q_folded")
 
 
 def _score(b: GraphBuilder, k: Tensor, q: Tensor, name: str) -> Tensor:
@@ -164,10 +214,28 @@ def _mix(b: GraphBuilder, rows: KvRows, weights: Tensor, name: str) -> Tensor:
 def _flash(
     b: GraphBuilder, q: Tensor, rows: KvRows, scale: float, softcap: float, name: str, sinks: Tensor | None
 ) -> Tensor:
-    rows = _joined(b, rows)
-    # the kernel reads f16 or quantised rows; libllama casts f32 the same way
-    k, v = (b.cast(x, TensorType.F16) if x.type == TensorType.F32 else x for x in (rows.k[0], rows.v[0]))
+    k, v = _flash_rows(b, rows)
+    q = _by_head(b, q, name)
     return b.flash_attention(q, k, v, rows.mask, scale, softcap=softcap, sinks=sinks, name=f"{name}.flash")
+
+
+def _flash_folded(b: GraphBuilder, q: Tensor, rows: KvRows, scale: float, softcap: float, name: str) -> Tensor:
+    n_tokens, n_head_kv = q.ne[2], rows.k[0].ne[2]
+    n_group = q.ne[1] // n_head_kv
+    k, v = _flash_rows(b, rows)
+    mask = rows.repeated_masks.get(n_group)
+    if mask is None:
+        mask = rows.repeated_masks[n_group] = b.concat_all([rows.mask] * n_group, 1)
+    queries = _fold(b, q, n_head_kv, name)
+    mixed = b.flash_attention(queries, k, v, mask, scale, softcap=softcap, name=f"{name}.flash")
+    by_group = b.reshape(mixed, mixed.ne[0], n_head_kv, n_tokens, n_group)
+    return b.reshape(b.cont(b.permute(by_group, 0, 2, 3, 1)), mixed.ne[0], q.ne[1], n_tokens)
+
+
+def _flash_rows(b: GraphBuilder, rows: KvRows) -> tuple[Tensor, Tensor]:
+    """The kernel reads f16 or quantised rows; libllama casts f32 the same way."""
+    k, v = (b.cast(x, TensorType.F16) if x.type == TensorType.F32 else x for x in (rows.k[0], rows.v[0]))
+    return k, v
 
 
 def _joined(b: GraphBuilder, rows: KvRows) -> KvRows:

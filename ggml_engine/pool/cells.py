@@ -125,7 +125,8 @@ class CellCache:
     `capacity` is in cells and is rounded up to a whole run. `windows` are the distinct windows of the model's layers; a
     number is a sliding one of so many tokens, 0 for layers that see everything. `run` is the alignment of cells (a
     position's cell is congruent to it modulo `run`: that makes results independent of placement), `read_block` is what
-    reads are rounded to; one of the two divides the other. `reads` is how a step's rows are chosen. Raises OptionError for values that are not possible, before anything is allocated.
+    reads are rounded to; one of the two divides the other. `reads` is how a step's rows are chosen. Raises OptionError
+    for values that are not possible, before anything is allocated.
     """
 
     def __init__(

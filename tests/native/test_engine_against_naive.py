@@ -29,6 +29,9 @@ MODES = {
     "matmul, columns": {"attention": "matmul", "v_layout": "columns"},
     "matmul, rows": {"attention": "matmul", "v_layout": "rows"},
     "flash, rows": {"attention": "flash", "v_layout": "rows"},
+    "matmul folded, columns": {"attention": "matmul_folded", "v_layout": "columns"},
+    "matmul folded, rows": {"attention": "matmul_folded", "v_layout": "rows"},
+    "flash folded, rows": {"attention": "flash_folded", "v_layout": "rows"},
     "deterministic": {"deterministic": True},
 }
 LLAMAS: dict[str, dict[str, Any]] = {
@@ -63,7 +66,7 @@ GEMMAS: dict[str, dict[str, Any]] = {
 
 
 def bound(path: Path, executor: GgmlExecutor) -> float:
-    rounded = executor.options.k_type == "f16" or executor.form.value == "flash"
+    rounded = executor.options.k_type == "f16" or executor.form.is_flash
     exact = EXACT if "llama" in path.name else GELU_TABLE
     return ROUNDED_KV if rounded else exact
 

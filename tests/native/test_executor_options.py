@@ -56,6 +56,8 @@ def test_a_number_that_is_not_a_positive_integer_is_refused(name: str, value: An
         ({"attention": ["flash"]}, "flash"),
         ({"v_layout": "diagonal"}, "'diagonal'"),
         ({"attention": "flash", "v_layout": "columns"}, r"'flash'.*'columns'"),
+        ({"attention": "flash_folded", "v_layout": "columns"}, r"'flash_folded'.*'columns'"),
+        ({"deterministic": True, "attention": "matmul_folded"}, "deterministic"),
         ({"deterministic": True, "run": 32}, "multiples of 64, they are 32 and 256"),
         ({"deterministic": True, "read_block": 16}, "multiples of 64, they are 64 and 16"),
     ],
@@ -72,6 +74,7 @@ def test_forms_and_layouts_that_do_not_go_together_are_refused(options: Any, mat
         ({"v_type": "f64"}, "f32, f16"),
         ({"v_type": "q8_0", "v_layout": "columns"}, "q8_0"),
         ({"v_type": "q8_0", "attention": "matmul"}, "q8_0.*flash"),
+        ({"v_type": "q8_0", "attention": "matmul_folded"}, "q8_0.*flash"),
         ({"deterministic": True, "attention": "flash"}, "deterministic"),
         ({"k_type": 5}, "5"),
         ({"run": 3, "read_block": 8}, "3 and 8"),
@@ -125,6 +128,8 @@ def test_storage_starts_with_one_row_whatever_the_capacity(model: Model, allocat
         ({"attention": "flash"}, "cpu", ("flash", "rows")),
         ({"attention": "matmul"}, "gpu", ("matmul", "columns")),
         ({"attention": "matmul", "v_layout": "rows"}, "cpu", ("matmul", "rows")),
+        ({"attention": "matmul_folded"}, "cpu", ("matmul_folded", "columns")),
+        ({"attention": "flash_folded"}, "cpu", ("flash_folded", "rows")),
     ],
 )
 def test_auto_is_what_is_fast_on_the_device(asked: Any, kind: str, resolved: tuple[str, str]) -> None:

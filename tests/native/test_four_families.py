@@ -33,6 +33,8 @@ MODES: dict[str, dict[str, Any]] = {
     "matmul, columns": {"attention": "matmul", "v_layout": "columns"},
     "matmul, rows": {"attention": "matmul", "v_layout": "rows"},
     "flash, rows": {"attention": "flash", "v_layout": "rows"},
+    "matmul folded, columns": {"attention": "matmul_folded", "v_layout": "columns"},
+    "flash folded, rows": {"attention": "flash_folded", "v_layout": "rows"},
     "deterministic": {"deterministic": True},
 }
 FROM_ONE_ROW: dict[str, Any] = {"run": 1, "read_block": 1}  # reads are exact, so that storage doubles from 1 row

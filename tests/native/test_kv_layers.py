@@ -28,6 +28,7 @@ MODES: dict[str, dict[str, Any]] = {
     "matmul, columns": {"attention": "matmul", "v_layout": "columns"},
     "matmul, rows": {"attention": "matmul", "v_layout": "rows"},
     "flash, rows": {"attention": "flash", "v_layout": "rows"},
+    "matmul folded, columns": {"attention": "matmul_folded", "v_layout": "columns"},
     "deterministic": {"deterministic": True},
 }
 # Six layers, windowed and full in turns, of which the last two read the K and V of layers 2 and 3. All have a head of

@@ -32,6 +32,8 @@ N_LAYER, RANK, N_ROT = 4, 32, 8
 K, V = RANK + N_ROT, RANK  # elements
 FORMS: dict[str, dict[str, Any]] = {
     "flash, rows": {"attention": "flash", "v_layout": "rows"},
+    "matmul folded, columns": {"attention": "matmul_folded", "v_layout": "columns"},
+    "flash folded, rows": {"attention": "flash_folded", "v_layout": "rows"},
     "matmul, rows": {"attention": "matmul", "v_layout": "rows"},
     "matmul, columns": {"attention": "matmul", "v_layout": "columns"},
 }
@@ -97,7 +99,8 @@ def test_clones_rewinds_growth_and_moves_change_no_answer(
             found = [np.concatenate(found)[:20], feed(executor, main, tokens[20:])]
             assert executor.cache.pool.n_grown > 1
     error = np.square(np.concatenate(found) - expected).mean() / np.square(expected).mean()
-    assert error < 1e-6
+    # from 64 rows of a product on, flash attention is another kernel, whose sums are f32 and not f16
+    assert error < (1e-5 if form["attention"] == "flash_folded" else 1e-6)
 
 
 def test_deterministic_logits_do_not_depend_on_steps() -> None:

@@ -34,7 +34,7 @@ class SideBySide:
         self.n_compared = 0
         self._n_vocab = executor.model.hp.n_vocab
         self._rng = np.random.default_rng(seed)
-        rounded = executor.options.k_type == "f16" or executor.form.value == "flash"
+        rounded = executor.options.k_type == "f16" or executor.form.is_flash
         exact = EXACT if naive.architecture == "llama" else GELU_TABLE
         self.limit = ROUNDED_KV if rounded else exact
 

@@ -45,7 +45,7 @@ class CellOps(GraphContext):
         fits = kernel.takes(q.ne[0]) and kernel.takes(v.ne[0])
         require(fits, what, f"heads must be multiples of {kernel.n_lanes}", *given)
         require(plan.type == TensorType.I32 and plan.is_contiguous, what, "the plan must be i32", *given)
-        require(1 <= n_splits and math.isfinite(scale) and math.isfinite(softcap), what, "numbers out of range", *given)
+        require(n_splits >= 1 and math.isfinite(scale) and math.isfinite(softcap), what, "numbers out of range", *given)
         if sinks is not None:
             usable = sinks.type == TensorType.F32 and sinks.ne[0] == q.ne[1] and sinks.is_contiguous
             require(usable, what, "one f32 sink a head is needed", sinks)
