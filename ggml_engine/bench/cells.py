@@ -54,7 +54,7 @@ def parked(setting: Setting, report: ModelReport) -> None:
         for flash in ("flash", "no flash"):
             if beside := series.get(f"llama.cpp {flash}, unified, parked behind"):
                 alone = series[f"llama.cpp {flash}, unified, alone"]
-                row.comparisons.append(Comparison(f"llama.cpp's, {flash}, unified", alone, beside))
+                row.comparisons.append(Comparison(f"llama.cpp {flash}, unified, parked behind / alone", alone, beside))
         _decode(setting, row, made, list(series.values()), history, steps)
     finally:
         for driver in made:

@@ -113,30 +113,35 @@ def _forwards(executor: Any, prompts: list[list[int]], steps: int, intervals: li
 def _generations(
     engine: Engine, prompts: list[list[int]], sampler: SamplerConfig, steps: int, intervals: list[Interval]
 ) -> float | None:
-    """Sessions that generate together, from where all of them do to where the first one ends."""
-    first: list[float] = []
-    last: list[float] = []
+    """Sessions that generate together, from where all of them do to where the first one ends.
+
+    The engine's thread waits until all were asked for, so that none has ended before another begins.
+    """
+    first: list[float] = [0.0] * len(prompts)
+    last: list[float] = [0.0] * len(prompts)
     n_tokens = [0] * len(prompts)
-    lock = threading.Lock()
 
     def listener(i: int) -> Callable[[Update], None]:
-        def note(update: Update) -> None:
+        def note(update: Update) -> None:  # on the engine's thread, one at a time
             now = time.perf_counter()
-            with lock:
-                n_tokens[i] += len(update.tokens)
-                if n_tokens[i] >= _WARM_STEPS and len(first) <= i:
-                    first.append(now)
-                if n_tokens[i] >= steps + _WARM_STEPS:
-                    last.append(now)
+            n_tokens[i] += len(update.tokens)
+            if n_tokens[i] <= _WARM_STEPS:
+                first[i] = now
+            last[i] = now
 
         return note
 
     config = GenConfig(max_tokens=steps + _WARM_STEPS, sampler=sampler, ignore_eos=True)
     with ExitStack() as opened:
         running: list[Generation] = []
-        for i, prompt in enumerate(prompts):
-            session = opened.enter_context(engine.session())
-            running.append(session.generate_async(prompt, config, listener(i)))
+        sessions = [opened.enter_context(engine.session()) for _ in prompts]
+        are_asked = threading.Event()
+        engine.runner().compute_async(lambda _executor: are_asked.wait())
+        try:
+            for i, (session, prompt) in enumerate(zip(sessions, prompts, strict=True)):
+                running.append(session.generate_async(prompt, config, listener(i)))
+        finally:
+            are_asked.set()
         for generation in running:
             generation.result()
     return share_outside(intervals, max(first), min(last))

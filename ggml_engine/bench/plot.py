@@ -29,10 +29,10 @@ _COLOURS: Final = {
     "no flash, split": "#b5cf9b",
     "no flash, unified": "#5d8a3c",
 }
+_THEIRS: Final = "llama.cpp "
 _OTHER: Final = "#888888"
 _GROUP: Final = 0.84  # of the distance between two groups that bars take
 _WIDTH_IN, _HEIGHT_IN = 5.6, 3.7  # of a panel
-_FEW_BARS: Final = 12  # whose values are written above them
 _N_COLUMNS: Final = 2
 
 
@@ -76,39 +76,51 @@ def draw(report: Report, path: Path) -> bool:
     entries: dict[str, Any] = {}
     for axis in axes[: len(wanted)]:
         entries |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    if len(entries) > 1:
-        figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=len(entries), frameon=False)
+    is_compared = len(entries) > 1
+    if is_compared:
+        order = sorted(entries, key=_order)
+        figure.legend(
+            [entries[label] for label in order], order, loc="outside lower center", ncols=len(order), frameon=False,
+            fontsize=9,
+        )  # fmt: skip
     names = ", ".join(model.model for model in report)
     machine = report.machine
+    about = ["tokens per second, higher is better; bars are medians, whiskers least and greatest"]
+    if is_compared:
+        about.append("numbers: ours against the best mode of llama.cpp")
     figure.suptitle(
-        f"{names}: tokens per second (higher is better), medians, bars from least to greatest\n"
-        f"{machine['cpu']}, {report.options['threads']} threads, ggml {machine['ggml']}",
-        fontsize=10,
+        f"{names}: {'; '.join(about)}\n{machine['cpu']}, {report.options['threads']} threads, ggml {machine['ggml']}",
+        fontsize=10 if n_columns > 1 else 7,
     )
     figure.savefig(path, dpi=150)
     return True
+
+
+def _order(label: str) -> int:
+    names = [name for name in _COLOURS if label in (name, f"{_THEIRS}{name}")]
+    return list(_COLOURS).index(names[0]) if names else len(_COLOURS)
 
 
 def _panel(axis: Any, model: ModelReport | None, case: str, rows: list[Row]) -> None:
     title, x_label = TITLES[case]
     names = list(dict.fromkeys(each.name for row in rows for each in row.series if each.values))
     width = _GROUP / len(names)
-    n_bars = 0
     for i, name in enumerate(names):
         found = [(at, row.find(name)) for at, row in enumerate(rows)]
         present = [(at, spread(series.tokens_per_s)) for at, series in found if series is not None]
-        n_bars += len(present)
         x = [at - _GROUP / 2 + width * (i + 0.5) for at, _ in present]
         middle = [each.median for _, each in present]
         below = [each.median - each.min for _, each in present]
         above = [each.max - each.median for _, each in present]
-        label = name if name == "ours" else f"llama.cpp {name}"
+        label = name if name == "ours" else f"{_THEIRS}{name}"
         axis.bar(
             x, middle, width * 0.92, yerr=(below, above), label=label, color=_COLOURS.get(name, _OTHER),
             error_kw={"elinewidth": 0.8, "capsize": 1.5, "ecolor": "#333333"},
         )  # fmt: skip
         if name == "ours":
             _write_ratios(axis, x, present, rows)
+    beside = 0.5 if len(rows) > 1 else 1.0  # a single group would else be as wide as the panel
+    axis.set_xlim(-beside, len(rows) - 1 + beside)
     axis.set_xticks(range(len(rows)), [_tick(case, row) for row in rows])
     axis.set_title(f"{model.model}: {title}" if model else title, fontsize=10)
     axis.set_xlabel(x_label + _detail(case, rows), fontsize=9)

@@ -83,6 +83,7 @@ def stream(setting: Setting, report: ModelReport) -> None:
         solo, longest = row.add("step of the stream alone", "s"), row.add("longest gap", "s")
         median = row.add("median gap", "s")
         alone, beside = row.add("prefill alone", "s", n), row.add("prefill beside", "s", n)
+        short = row.add("first token of a short request", "s")
         row.comparisons.append(Comparison("longest gap / step alone", longest, solo))
         row.comparisons.append(Comparison("prefill's speed beside / alone", alone, beside))
         for repetition in range(setting.repetitions):
@@ -92,37 +93,45 @@ def stream(setting: Setting, report: ModelReport) -> None:
             with engine.session() as session:
                 config = GenConfig(max_tokens=_SOLO_STEPS, sampler=_GREEDY, ignore_eos=True)
                 solo_gaps = _gaps(session.generate(begin, config).stats.token_times_s)
-            gaps, beside_s = _beside(engine, prompt, begin, most)
+            gaps, beside_s, short_s = _beside(engine, prompt, begin, most)
             solo.values.append(statistics.median(solo_gaps))
             longest.values.append(max(gaps))
             median.values.append(statistics.median(gaps))
             alone.values.append(alone_s)
             beside.values.append(beside_s)
+            short.values.append(short_s)
 
 
-def _beside(engine: Engine, prompt: list[int], begin: list[int], most: int) -> tuple[list[float], float]:
-    """The gaps of a stream while `prompt` is read beside it, and the time of the reading."""
+def _beside(engine: Engine, prompt: list[int], begin: list[int], most: int) -> tuple[list[float], float, float]:
+    """Gaps of a stream while `prompt` is read, the reading's time, and that of a short request in its middle."""
     times: list[float] = []
+    short_s = 0.0
 
     def note(update: Update) -> None:
         if update.tokens:
             times.append(time.perf_counter())
 
-    with engine.session() as session, engine.session() as other:
+    with engine.session() as session, engine.session() as other, engine.session() as third:
         config = GenConfig(max_tokens=most, sampler=_GREEDY, ignore_eos=True)
         running = session.generate_async(begin, config, note)
         for _ in running.updates():
             if len(times) >= _BEFORE:
                 break
         n_before = len(times)
-        reading = other.generate(prompt, _FIRST_TOKEN)
+        reading = other.generate_async(prompt, _FIRST_TOKEN)
+        for update in reading.updates():
+            is_halfway = update.prefill is not None and update.prefill.done >= len(prompt) // 2
+            if is_halfway and not short_s:
+                stats = third.generate(begin, _FIRST_TOKEN).stats
+                short_s = stats.queued_s + (stats.first_token_s or 0.0)
+        reading.result()
         n_after = len(times)
         running.cancel()
         running.wait()
         gaps = _gaps(times[n_before - 1 : n_after + 1])
         if not gaps:
             raise EngineError("the stream ended before the prompt was read")
-        return gaps, reading.stats.prefill_s
+        return gaps, reading.stats.prefill_s, short_s
 
 
 def _gaps(times: list[float]) -> list[float]:

@@ -43,10 +43,14 @@ path, cells, threads, device, attention, prompt = json.loads(sys.argv[1])
 """
 _AFTER: Final = """
 try:
-    import resource
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-except ImportError:
-    peak = None
+    with open("/proc/self/status") as status:  # Linux's ru_maxrss counts what the process was before it was this one
+        peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) * 1024
+except (OSError, StopIteration):
+    try:
+        import resource
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    except ImportError:
+        peak = None
 print(json.dumps([loaded - began, peak]), flush=True)
 os._exit(0)
 """

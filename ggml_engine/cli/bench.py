@@ -161,9 +161,7 @@ size_options = together(
     help="Draw prefill and decode as .png or .svg; needs the extra bench.",
 )
 @debug_option
-def bench(
-    models: tuple[str, ...], as_json: bool, plot: Path | None, only: tuple[str, ...] | None, **options: Any
-) -> int:
+def bench(models: tuple[str, ...], as_json: bool, plot: Path | None, only: tuple[str, ...], **options: Any) -> int:
     """Measure MODELs (GGUF files or known names) on this machine, which should do nothing else meanwhile.
 
     Random tokens, no sampling, K/V in f16, one synchronisation per step, as in llama.cpp's own llama-bench and
@@ -196,14 +194,15 @@ def bench(
 
 def _prepared(models: Sequence[str], plot: Path | None, options: dict[str, Any]) -> tuple[Report, list[Setting]]:
     """All that can be refused is, before anything is measured."""
+    if plot is not None:
+        from ggml_engine.bench.plot import check_plot  # noqa: PLC0415
+
+        check_plot(plot)
     from ggml_engine.bench.machine import describe_machine  # noqa: PLC0415 - native
-    from ggml_engine.bench.plot import check_plot  # noqa: PLC0415
     from ggml_engine.bench.report import ModelReport, Report  # noqa: PLC0415
     from ggml_engine.bench.setting import Setting  # noqa: PLC0415
     from ggml_engine.known_models import find_model  # noqa: PLC0415
 
-    if plot is not None:
-        check_plot(plot)
     sizes = chosen_sizes(options)
     repetitions = options["repetitions"] or (QUICK_REPETITIONS if options["quick"] else REPETITIONS)
     settings = [

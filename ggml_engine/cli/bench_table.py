@@ -60,7 +60,7 @@ def _race(rows: Sequence[Row]) -> str:
         cells = [("", "ours", "least..greatest")]
         cells += [(row.label, _speed(row.ours), _range(row.ours.tokens_per_s)) for row in rows if row.ours]
         return text_table(cells, right=(1,))
-    heads = ("", "ours", *others, "ours/best", "", "best mode", "ours/defaults", "")
+    heads = ("", "ours", *others, "ours/best", "spread", "best mode", "ours/defaults", "spread")
     cells_of_others = [heads]
     for row in rows:
         best = row.best
@@ -98,7 +98,8 @@ def _quotient(values: Sequence[float]) -> tuple[str, str]:
 
 
 def _figures(rows: Sequence[Row]) -> str:
-    cells: list[tuple[str, ...]] = [("", "", "median", "least..greatest", "tokens/s")]
+    has_speed = any(series.n_tokens for row in rows for series in row.series)
+    cells: list[tuple[str, ...]] = [("", "", "median", "least..greatest", "tokens/s" if has_speed else "")]
     for row in rows:
         label = row.label
         for series in row.series:
