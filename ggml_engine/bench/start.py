@@ -28,14 +28,14 @@ from ggml_engine import Engine, GenConfig, SamplerConfig
 engine = Engine.load(path, ctx=cells, threads=threads, device=device, attention=attention, engine="native")
 loaded = time.perf_counter()
 config = GenConfig(max_tokens=1, sampler=SamplerConfig(temperature=0.0), ignore_eos=True)
-next(iter(engine.generate(prompt, config).updates()))
+assert any(update.tokens for update in engine.generate(prompt, config).updates())
 """
 THEIRS: Final = """
 began = time.perf_counter()
 from llama_cpp import Llama
 model = Llama(path, n_ctx=cells, n_threads=threads, n_threads_batch=threads, verbose=False)
 loaded = time.perf_counter()
-next(iter(model(prompt, max_tokens=1, temperature=0.0, stream=True)))
+assert any(True for _ in model(prompt, max_tokens=1, temperature=0.0, stream=True))
 """
 _BEFORE: Final = """
 import json, os, sys, time
