@@ -34,6 +34,7 @@ _OTHER: Final = "#888888"
 _GROUP: Final = 0.84  # of the distance between two groups that bars take
 _WIDTH_IN, _HEIGHT_IN = 5.6, 3.7  # of a panel
 _N_COLUMNS: Final = 2
+_NARROW_LEGEND: Final = 2  # names in a line below a single panel
 
 
 def check_plot(path: Path) -> None:
@@ -80,18 +81,21 @@ def draw(report: Report, path: Path) -> bool:
     if is_compared:
         order = sorted(entries, key=_order)
         figure.legend(
-            [entries[label] for label in order], order, loc="outside lower center", ncols=len(order), frameon=False,
-            fontsize=9,
-        )  # fmt: skip
+            [entries[label] for label in order],
+            order,
+            loc="outside lower center",
+            frameon=False,
+            fontsize=9 if n_columns > 1 else 8,
+            ncols=len(order) if n_columns > 1 else _NARROW_LEGEND,
+        )
     names = ", ".join(model.model for model in report)
     machine = report.machine
-    about = ["tokens per second, higher is better; bars are medians, whiskers least and greatest"]
+    about = ["tokens per second, higher is better", "bars are medians, whiskers least and greatest"]
     if is_compared:
-        about.append("numbers: ours against the best mode of llama.cpp")
-    figure.suptitle(
-        f"{names}: {'; '.join(about)}\n{machine['cpu']}, {report.options['threads']} threads, ggml {machine['ggml']}",
-        fontsize=10 if n_columns > 1 else 7,
-    )
+        about.append("below: ours against the best mode of llama.cpp")
+    lines = [names, f"{machine['cpu']}, {report.options['threads']} threads, ggml {machine['ggml']}"]
+    lines += ["; ".join(about)] if n_columns > 1 else about
+    figure.suptitle("\n".join(lines), fontsize=10 if n_columns > 1 else 8)
     figure.savefig(path, dpi=150)
     return True
 
@@ -117,8 +121,6 @@ def _panel(axis: Any, model: ModelReport | None, case: str, rows: list[Row]) -> 
             x, middle, width * 0.92, yerr=(below, above), label=label, color=_COLOURS.get(name, _OTHER),
             error_kw={"elinewidth": 0.8, "capsize": 1.5, "ecolor": "#333333"},
         )  # fmt: skip
-        if name == "ours":
-            _write_ratios(axis, x, present, rows)
     beside = 0.5 if len(rows) > 1 else 1.0  # a single group would else be as wide as the panel
     axis.set_xlim(-beside, len(rows) - 1 + beside)
     axis.set_xticks(range(len(rows)), [_tick(case, row) for row in rows])
@@ -127,26 +129,17 @@ def _panel(axis: Any, model: ModelReport | None, case: str, rows: list[Row]) -> 
     axis.set_ylabel("tokens/s", fontsize=9)
     axis.tick_params(labelsize=8)
     axis.set_ylim(bottom=0)
-    axis.margins(y=0.14)
     axis.spines[["top", "right"]].set_visible(False)
     axis.yaxis.grid(True, color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
 
 
-def _write_ratios(axis: Any, x: list[float], present: list[tuple[int, Any]], rows: list[Row]) -> None:
-    """Over our bars, how many times the best mode's speed they are."""
-    for at_x, (at, speeds) in zip(x, present, strict=True):
-        if values := rows[at].against(rows[at].best):
-            axis.annotate(
-                f"{spread(values).median:.2f}x", (at_x, speeds.max), xytext=(0, 3), textcoords="offset points",
-                ha="center", va="bottom", fontsize=7, color=_COLOURS["ours"], fontweight="bold",
-            )  # fmt: skip
-
-
 def _tick(case: str, row: Row) -> str:
-    """What tells a row from the others of its case."""
+    """What tells a row from the others of its case, and below it how ours compares with the best mode."""
     words = row.label.split()
-    return words[-1] if case == "decode" else words[0]
+    name = words[-1] if case == "decode" else words[0]
+    compared = row.against(row.best)
+    return f"{name}\n{spread(compared).median:.2f}x" if compared else name
 
 
 def _detail(case: str, rows: list[Row]) -> str:

@@ -35,6 +35,7 @@ def test_a_drawing_names_cases_units_modes_and_the_ratio(tmp_path: Path) -> None
         text for text in shown if text == "ours" or re.match(r"llama\.cpp (no )?flash", text)
     ]
     assert [text for text in shown if re.fullmatch(r"[\d.]+x", text)] == ["1.50x", "2.00x"]
+    assert "A Processor, 2 threads, ggml 1.2.3" in shown
 
 
 def test_without_races_there_is_nothing_to_draw(tmp_path: Path) -> None:
