@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import click
 
 from ggml_engine.cli.batch import batch
+from ggml_engine.cli.bench import bench
 from ggml_engine.cli.boundary import Settings, exit_code
 from ggml_engine.cli.check import check
 from ggml_engine.cli.devices import devices
@@ -44,7 +45,7 @@ def cli() -> None:
     """Run GGUF language models in a Python process."""
 
 
-for _command in (run, batch, embed, pull, devices, models, check):
+for _command in (run, batch, embed, pull, devices, models, check, bench):
     cli.add_command(_command)
 
 

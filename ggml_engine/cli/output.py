@@ -95,6 +95,29 @@ class ProgressLine:
             self._shown = ""
 
 
+class StatusLine:
+    """What is being done, on stderr, drawn in place and wiped at the end; nothing where stderr is no terminal."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stderr if sys.stderr is not None and sys.stderr.isatty() else None
+        self._shown = ""
+
+    def show(self, text: str) -> None:
+        """Draw it in the place of what is there."""
+        line = one_line(text)
+        if self._stream is not None and line != self._shown:
+            self._stream.write("\r" + line.ljust(len(self._shown)))
+            self._stream.flush()
+            self._shown = line
+
+    def clear(self) -> None:
+        """Wipe it, if it is there."""
+        if self._stream is not None and self._shown:
+            self._stream.write("\r" + " " * len(self._shown) + "\r")
+            self._stream.flush()
+            self._shown = ""
+
+
 def mib(n_bytes: int) -> str:
     """Bytes as MiB."""
     return f"{n_bytes / MIB:.1f} MiB"

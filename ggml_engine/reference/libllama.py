@@ -24,7 +24,8 @@ _FLASH_OFF, _FLASH_ON = 0, 1  # enum llama_flash_attn_type
 _MAX_PIECE_BYTES = 256
 
 
-def _import() -> Any:
+def import_libllama() -> Any:
+    """`llama_cpp.llama_cpp`; the native log, which its import takes, stays the engine's."""
     library.load()  # first, so that there is a log to restore
     llama = importlib.import_module("llama_cpp.llama_cpp")
     library.restore_log()
@@ -45,7 +46,7 @@ class Libllama:
         n_batch: int = 512, n_ubatch: int = 512, n_seq_max: int = 1, use_extra_bufts: bool = False,
     ) -> None:  # fmt: skip
         self._context: Any = None
-        self._llama = llama = _import()
+        self._llama = llama = import_libllama()
         llama.llama_backend_init()
         model_params = llama.llama_model_default_params()
         model_params.n_gpu_layers = 0

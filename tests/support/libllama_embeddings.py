@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.ggml.tensor_types import TensorType
-from ggml_engine.reference.libllama import _import
+from ggml_engine.reference.libllama import import_libllama
 
 Rows = npt.NDArray[np.float32]
 POOLING_NUMBERS = {"none": 0, "mean": 1, "cls": 2, "last": 3}
@@ -23,7 +23,7 @@ def reference_embeddings(
     use_extra_bufts: bool = True,
 ) -> list[Rows]:  # fmt: skip
     """Not normalised: f32 [n_embd] of each text, or [tokens, n_embd] without pooling; one forward, one thread."""
-    llama = _import()
+    llama = import_libllama()
     llama.llama_backend_init()
     model_params = llama.llama_model_default_params()
     model_params.n_gpu_layers, model_params.use_extra_bufts = 0, use_extra_bufts

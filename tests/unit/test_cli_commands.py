@@ -17,7 +17,18 @@ import ggml_engine.cli.pull as pull_module
 from ggml_engine.cli.main import main
 from ggml_engine.errors import DownloadError
 
-HEAVY = ["numpy", "cffi", "_cffi_backend", "jinja2", "llama_cpp", "gguf", "huggingface_hub", "ctypes.util", "asyncio"]
+HEAVY = [
+    "numpy",
+    "matplotlib",
+    "cffi",
+    "_cffi_backend",
+    "jinja2",
+    "llama_cpp",
+    "gguf",
+    "huggingface_hub",
+    "ctypes.util",
+    "asyncio",
+]
 
 
 @pytest.mark.parametrize(
@@ -31,6 +42,7 @@ HEAVY = ["numpy", "cffi", "_cffi_backend", "jinja2", "llama_cpp", "gguf", "huggi
         ["devices", "-h"],
         ["models", "-h"],
         ["check", "--help"],
+        ["bench", "--help"],
         [],
     ],
     ids=str,
@@ -50,7 +62,9 @@ def test_help_names_the_commands_and_is_code_0(capsys) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("Usage: ggml-engine [OPTIONS] COMMAND")
-    assert all(f"\n  {name} " in out for name in ("run", "batch", "embed", "pull", "devices", "models", "check"))
+    assert all(
+        f"\n  {name} " in out for name in ("run", "batch", "embed", "pull", "devices", "models", "check", "bench")
+    )
 
 
 @pytest.mark.parametrize("args", [[], ["--nonsense"], ["pull"], ["devices", "x"], ["models", "x"]], ids=str)
