@@ -144,6 +144,11 @@ class GgmlExecutor(Executor):
     ) -> None:
         self.options = options or ExecutorOptions()
         self.model = model
+        if self.options.deterministic and not model.threads.are_same:
+            raise OptionError(
+                f"deterministic mode computes all steps with one number of threads, the model was loaded with "
+                f"{model.threads.decode} threads and threads_batch {model.threads.prefill}"
+            )
         self._adapters = self._checked(adapters)
         self._adapters_of: dict[int, AdapterSet] = {}  # by sequence, of those that have some
         self.form, self._kv_format = self.options.resolve(model.layer_backends[-1].device.kind)
@@ -488,7 +493,7 @@ class GgmlExecutor(Executor):
             if result is not None:
                 b.output(result, "result_hidden" if key.gives_hidden else "result_logits")
             name = f"{hp.architecture} graph of {key.n_tokens} tokens over rows {key.reads}"
-            graph = Graph(b, self.model.backends, name, self._abort)
+            graph = Graph(b, self.model.backends, name, self._abort, self.model.threads.of_step(key.n_tokens))
             # asked once for a graph: each native call gives Python's lock away
             view = None if result is None else host_view(self.model.libraries, result)
             return ReadyGraph(graph, inputs, result, view)
