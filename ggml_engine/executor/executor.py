@@ -412,7 +412,8 @@ class GgmlExecutor(Executor):
         check_positions(step.positions, self.model.hp.max_positions, self.model.hp.architecture)
         adapters = self._adapters_in(batch)
         positions = step.positions if batch.positions is None else batch.positions
-        if self.options.compact and np.array_equal(positions, step.positions):  # a step that is refused changes nothing
+        if self.options.compact and (positions is step.positions or np.array_equal(positions, step.positions)):
+            # a step that is refused changes nothing
             self._compaction.before(step)
         placement = step.place(positions)
         self._make_room(placement.extent)
@@ -471,7 +472,7 @@ class GgmlExecutor(Executor):
         n_outside = len(self.model.weights) + 2 * hp.n_layer + sum(2 * len(each.pairs) for each in key.adapters)
         b = GraphBuilder(self.model.libraries, max_tensors, n_outside)
         try:
-            inputs = GraphInputs(b, key, self.cache, hp.n_vocab, hp.n_embd, join=self._join)
+            inputs = GraphInputs(b, key, self.cache, hp.n_embd, join=self._join)
             g = ModelGraph(
                 b,
                 hp,
