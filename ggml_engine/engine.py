@@ -79,6 +79,8 @@ class Engine:
         cancel: Cancel | None = None,
         ctx: int | None = None,
         threads: int | None = None,
+        threads_batch: int | None = None,
+        leave_cores: int = 0,
         device: str = "auto",
         gpu_layers: int | None = None,
         mmap: bool = True,
@@ -92,7 +94,9 @@ class Engine:
         """Load a GGUF model: `path` is a file or a known name ("smollm2", "gemma3-270m").
 
         `ctx` is the capacity in cells (tokens of K/V): by default the model's own context, less if that would take
-        half of the free memory; storage grows as it is used. `progress(done, total)` counts bytes and is called on
+        half of the free memory; storage grows as it is used. `threads` compute steps of one token, `threads_batch`
+        (by default as many) those of more; by default there is one for each physical, fast core that this process may
+        run on, less `leave_cores`, at least one. `progress(done, total)` counts bytes and is called on
         this thread; `cancel()` is asked between tensors, and true raises CancelledError. `mmap=False` copies the file
         first, for files that may change meanwhile. `cache_kind` "batched_cell" holds many sessions, "sequence" one at a
         time, which cannot be cloned. `deterministic` makes logits independent of what runs beside a sequence and of how
@@ -128,6 +132,8 @@ class Engine:
                 cancel=cancel,
                 ctx=ctx,
                 threads=threads,
+                threads_batch=threads_batch,
+                leave_cores=leave_cores,
                 device=device,
                 gpu_layers=gpu_layers,
                 mmap=mmap,

@@ -57,6 +57,8 @@ def load_executor(
     cancel: Cancel | None = None,
     ctx: int | None = None,
     threads: int | None = None,
+    threads_batch: int | None = None,
+    leave_cores: int = 0,
     device: str = "auto",
     gpu_layers: int | None = None,
     mmap: bool = True,
@@ -99,12 +101,23 @@ def load_executor(
                 k_type=kv_type,
                 v_type=kv_type,
                 threads=threads,
+                threads_batch=threads_batch,
+                leave_cores=leave_cores,
             )
             return LoadedExecutor(LlamaExecutor(foreign, options), kind, reason)
         except BaseException:
             foreign.free()
             raise
-    model = load_model(file, device=device, gpu_layers=gpu_layers, threads=threads, progress=progress, cancel=cancel)
+    model = load_model(
+        file,
+        device=device,
+        gpu_layers=gpu_layers,
+        threads=threads,
+        threads_batch=threads_batch,
+        leave_cores=leave_cores,
+        progress=progress,
+        cancel=cancel,
+    )
     try:
         native_options = ExecutorOptions(
             max_batch_tokens=max_batch_tokens,

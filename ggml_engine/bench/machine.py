@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ggml_engine.control.machine_memory import machine_memory
-from ggml_engine.ggml.backends import default_threads
 from ggml_engine.ggml.library import load
+from ggml_engine.ggml.threads import default_threads
 
 
 def describe_machine() -> dict[str, Any]:

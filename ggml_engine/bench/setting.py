@@ -18,9 +18,9 @@ from ggml_engine.bench.ours import OurDriver, capacity_for
 from ggml_engine.control.machine_memory import machine_memory
 from ggml_engine.errors import OptionError
 from ggml_engine.executor.executor import ExecutorOptions
-from ggml_engine.ggml.backends import default_threads
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.tensor_types import TensorType
+from ggml_engine.ggml.threads import default_threads
 from ggml_engine.models.kv_estimate import estimate_bytes_per_cell
 from ggml_engine.models.model import Model, load_model
 

@@ -30,7 +30,7 @@ def threads_option(section: str) -> Callable[[Decorated], Decorated]:
         section=section,
         type=click.IntRange(1, MAX_THREADS),
         metavar="N",
-        show_default="the cores of this process",
+        show_default="the physical, fast cores that this process may use",
         help="Threads that compute.",
     )
 
@@ -53,6 +53,23 @@ execution_options = together(
         help="Capacity in cells: tokens of K/V.",
     ),
     threads_option(EXECUTION),
+    option(
+        "--threads-batch",
+        section=EXECUTION,
+        type=click.IntRange(1, MAX_THREADS),
+        metavar="N",
+        show_default="as --threads",
+        help="Threads that compute steps of more than one token.",
+    ),
+    option(
+        "--leave-cores",
+        section=EXECUTION,
+        type=click.IntRange(0, MAX_THREADS),
+        metavar="N",
+        default=0,
+        show_default=True,
+        help="Cores to leave to others: lowers the default of --threads, at least to 1.",
+    ),
     option(
         "--kv-type",
         section=EXECUTION,
@@ -129,8 +146,8 @@ execution_options = together(
     ),
 )
 LOAD_OPTIONS: Final = (
-    "engine", "ctx", "threads", "device", "gpu_layers", "mmap", "kv_type", "cache_kind", "attention",
-    "max_batch_tokens", "deterministic", "adapters",
+    "engine", "ctx", "threads", "threads_batch", "leave_cores", "device", "gpu_layers", "mmap", "kv_type", "cache_kind",
+    "attention", "max_batch_tokens", "deterministic", "adapters",
 )  # fmt: skip
 
 

@@ -20,11 +20,11 @@ from ggml_engine.errors import ClosedError, ComputeError, ContextLengthError, In
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.inputs import check_tokens
 from ggml_engine.ggml.abort import AbortFlag
-from ggml_engine.ggml.backends import default_threads
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.llama_context import LlamaContext, LlamaContextOptions
 from ggml_engine.ggml.llama_model import LlamaModel
 from ggml_engine.ggml.tensor_types import TensorType
+from ggml_engine.ggml.threads import ThreadCounts
 from ggml_engine.known_models import find_model
 from ggml_engine.models.pooling import Rows, choose_pooling, pool, unit_rows
 
@@ -37,7 +37,7 @@ Ids = npt.NDArray[np.int32]
 class Encoder:
     """A loaded encoder. Close it, or use it as a context manager; callers on several threads take turns."""
 
-    def __init__(self, file: GGUFFile, model: LlamaModel, threads: int) -> None:
+    def __init__(self, file: GGUFFile, model: LlamaModel, threads: ThreadCounts) -> None:
         self.file = file
         self.model = model
         self._threads = threads
@@ -62,11 +62,12 @@ class Encoder:
         Raises as that, and UnsupportedArchitectureError for a decoder, which an `Engine` embeds with.
         """
         with ExitStack() as undo:
+            counts = ThreadCounts.choose(threads)
             file = GGUFFile.open(find_model(path), mmap=mmap)
             undo.callback(file.close)
             model = LlamaModel.load(file, device=device, gpu_layers=gpu_layers, mmap=mmap, encodes=True)
             undo.callback(model.free)
-            encoder = cls(file, model, default_threads() if threads is None else threads)
+            encoder = cls(file, model, counts)
             undo.pop_all()
         return encoder
 

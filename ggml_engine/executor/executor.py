@@ -159,10 +159,15 @@ class GgmlExecutor(Executor):
     ) -> None:
         self.options = options or ExecutorOptions()
         self.model = model
+        if self.options.deterministic and not model.threads.are_same:
+            raise OptionError(
+                f"deterministic mode computes all steps with one number of threads, the model was loaded with "
+                f"{model.threads.decode} threads and threads_batch {model.threads.prefill}"
+            )
         self._adapters = self._checked(adapters)
         self._adapters_of: dict[int, AdapterSet] = {}  # by sequence, of those that have some
         is_on_cpu = all(backend.device.kind == "cpu" for backend in model.layer_backends)
-        reading = PlannedReading.of(model.hp, model.hp.kv_layers()) if is_on_cpu else None
+        reading = PlannedReading.of(model.hp, model.hp.kv_layers(), model.threads.decode) if is_on_cpu else None
         if reading is None and self.options.attention == "cells":
             raise OptionError(
                 "attention 'cells' needs the compiled kernel, a processor and heads that it takes, and all layers on "
@@ -432,7 +437,8 @@ class GgmlExecutor(Executor):
         check_positions(step.positions, self.model.hp.max_positions, self.model.hp.architecture)
         adapters = self._adapters_in(batch)
         positions = step.positions if batch.positions is None else batch.positions
-        if self._compacts and np.array_equal(positions, step.positions):  # a step that is refused changes nothing
+        if self._compacts and (positions is step.positions or np.array_equal(positions, step.positions)):
+            # a step that is refused changes nothing
             self._compaction.before(step)
         placement = step.place(positions)
         self._make_room(placement.extent)
@@ -492,7 +498,7 @@ class GgmlExecutor(Executor):
         n_outside = len(self.model.weights) + 2 * hp.n_layer + sum(2 * len(each.pairs) for each in key.adapters)
         b = GraphBuilder(self.model.libraries, max_tensors, n_outside)
         try:
-            inputs = GraphInputs(b, key, self.cache, hp.n_vocab, hp.n_embd, join=self._join, reading=self._reading)
+            inputs = GraphInputs(b, key, self.cache, hp.n_embd, join=self._join, reading=self._reading)
             g = ModelGraph(
                 b,
                 hp,
@@ -514,7 +520,7 @@ class GgmlExecutor(Executor):
             if result is not None:
                 b.output(result, "result_hidden" if key.gives_hidden else "result_logits")
             name = f"{hp.architecture} graph of {key.n_tokens} tokens over rows {key.reads}"
-            graph = Graph(b, self.model.backends, name, self._abort)
+            graph = Graph(b, self.model.backends, name, self._abort, self.model.threads.of_step(key.n_tokens))
             # asked once for a graph: each native call gives Python's lock away
             view = None if result is None else host_view(self.model.libraries, result)
             return ReadyGraph(graph, inputs, result, view)

@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from ggml_engine.errors import InputError
 from ggml_engine.executor.batch import Batch
+from ggml_engine.executor.input_memory import InputMemory
 from ggml_engine.executor.planned_rows import PlannedReading, PlannedRows
 from ggml_engine.executor.prepared import EmbeddingInput
-from ggml_engine.ggml.backends import has_data, host_view, set_data
 from ggml_engine.ggml.ops import GraphBuilder, Tensor
 from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.adapted import AdaptedProducts
@@ -40,6 +40,9 @@ Spans = tuple[tuple[int, int], ...]
 
 # Queries are copied for every tooth of a comb: that saves nodes, and must cost less than they do.
 _MAX_COMB_TOKENS = 16
+
+# Of so few numbers Python finds the least sooner than numpy does.
+_FEW = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +88,9 @@ def _padded(n: int, tile: int) -> int:
 
 
 def _repeat_last(values: npt.NDArray[Any], n: int) -> npt.NDArray[Any]:
-    """`values` as a contiguous array of n, its last one repeated."""
+    """`values` as an array of n, its last one repeated."""
     if values.size == n:
-        return np.ascontiguousarray(values)
+        return values
     return np.concatenate((values, np.repeat(values[-1:], n - values.size)))
 
 
@@ -107,7 +110,6 @@ class GraphInputs:
         b: GraphBuilder,
         key: GraphKey,
         cache: GgmlCache,
-        n_vocab: int,
         n_embd: int,
         *,
         join: bool = False,
@@ -117,7 +119,6 @@ class GraphInputs:
         self._b = b
         self._key = key
         self._cache = cache
-        self._n_vocab = n_vocab
         self._join = join
         self.tokens = b.input("inp_tokens", TensorType.I32, n)
         self.prepared: PreparedRows | None = None
@@ -128,19 +129,19 @@ class GraphInputs:
         self._of_positions: dict[str, tuple[Tensor, OfPositions]] = {}
         self._cells = b.input("inp_cells", TensorType.I64, n)
         self._v_rows: dict[int, Tensor] = {}
+        self._v_offsets: dict[int, npt.NDArray[np.int64]] = {}
         if cache.pool.format.v_layout == "columns":
             for width in sorted({layer.n_embd_v for layer in cache.pool.layers}):
                 self._v_rows[width] = b.input(f"inp_v_rows_{width}", TensorType.I64, n * width)
-        self._views: dict[Any, memoryview | None] = {}
+                self._v_offsets[width] = cache.pool.v_row_offsets(width)
+        self._memories: dict[Tensor, InputMemory] = {}
         self._masks = []
         self._repeated_masks: list[dict[int, Tensor]] = [{} for _ in key.reads]
-        self._mask_data: list[npt.NDArray[np.float16]] = []
         single = join or n > _MAX_COMB_TOKENS
         self._combs = [[Comb(*span) for span in spans] if single else group_spans(spans) for spans in key.reads]
         for index, spans in enumerate(key.reads):
             n_rows = sum(length for _, length in spans)
             self._masks.append(b.input(f"inp_mask_{index}", TensorType.F16, n_rows, n))
-            self._mask_data.append(np.empty((n, n_rows), np.float16))
         self._planned = None if reading is None else PlannedRows(b, key.plans, n, cache, reading)
         self.outputs = b.input("inp_outputs", TensorType.I32, key.n_outputs) if key.selects_outputs else None
         self._rotations: dict[int, Tensor] = {}
@@ -194,38 +195,38 @@ class GraphInputs:
     ) -> None:
         """Set every input for a step of this shape, computed with `adapters`: those of the key, at any scales.
 
-        Raises InputError for a token id outside of the vocabulary.
+        The token ids were checked (`check_tokens`): ggml dies of one without an embedding.
         """
-        check_tokens(batch.tokens, self._n_vocab)
         n = self._key.n_tokens
         self._set(self.tokens, _repeat_last(batch.tokens, n))
         if self.prepared is not None:
             self._fill_prepared(self.prepared, batch)
         positions = _repeat_last(placement.positions, n)
-        if has_data(self.positions):  # some layer rotates, or positions are embedded
-            self._set(self.positions, positions)
+        self._set(self.positions, positions)
         for tensor, function in self._of_positions.values():
-            self._set(tensor, np.ascontiguousarray(function(positions), np.float32))
+            self._set(tensor, function(positions))
         cells = _repeat_last(placement.cells, n)
         self._set(self._cells, cells)
         for width, tensor in self._v_rows.items():
-            self._set(tensor, self._cache.pool.v_row_ids(cells, width))
+            v_rows = self._memory(tensor)
+            np.add(cells[:, None], self._v_offsets[width], out=v_rows.array.reshape(n, width))
+            v_rows.send()
         if self._planned is not None:
-            self._planned.fill(plans, has_data, self._set)
-        for tensor, data, read in zip(self._masks, self._mask_data, placement.reads, strict=False):
-            if not has_data(tensor):  # no layer of this graph reads through the window
-                continue
-            read.fill_mask(data[: batch.n_tokens])
-            data[batch.n_tokens :] = data[batch.n_tokens - 1]
-            self._set(tensor, data)
+            self._planned.fill(plans, self._memory)
+        for tensor, read in zip(self._masks, placement.reads, strict=False):  # none where there are plans
+            mask = self._memory(tensor)
+            if mask.is_read:  # some layer of this graph reads through the window
+                rows = mask.array.reshape(n, read.n_rows)
+                read.fill_mask(rows[: batch.n_tokens])
+                rows[batch.n_tokens :] = rows[batch.n_tokens - 1]
+                mask.send()
         if self.outputs is not None:
             wanted = np.flatnonzero(batch.wants_logits).astype(np.int32)
             self._set(self.outputs, _repeat_last(wanted, self._key.n_outputs))
         for size, tensor in self._rotations.items():
             self._set(tensor, hadamard(size))
         for tensor, row in () if self.adapted is None else self.adapted.values(adapters):
-            if has_data(tensor):  # a step without logits does not compute the last layer's products
-                self._set(tensor, row)
+            self._set(tensor, row)
 
     def _fill_prepared(self, prepared: PreparedRows, batch: Batch) -> None:
         ids = _prepared_rows(batch, self._key.n_tokens)
@@ -240,17 +241,21 @@ class GraphInputs:
         self._set(prepared.rows, rows[ids])
 
     def _set(self, tensor: Tensor, values: npt.NDArray[Any]) -> None:
-        if tensor.ptr not in self._views:  # the graph has its memory from its first run on
-            self._views[tensor.ptr] = host_view(self._b.libraries, tensor)
-        view = self._views[tensor.ptr]
-        if view is not None and values.nbytes == len(view) and values.flags.c_contiguous:
-            view[:] = values.data.cast("B")
-        else:
-            set_data(self._b.libraries, tensor, values)
+        self._memory(tensor).set(values)
+
+    def _memory(self, tensor: Tensor) -> InputMemory:
+        memory = self._memories.get(tensor)
+        if memory is None:  # at the first step: the graph has its memory by then
+            memory = self._memories[tensor] = InputMemory(self._b.libraries, tensor)
+        return memory
 
 
 def check_tokens(tokens: npt.NDArray[np.int32], n_vocab: int) -> None:
     """Raise InputError for an id that has no embedding: ggml dies of it."""
-    low, high = int(tokens.min()), int(tokens.max())
+    if tokens.size <= _FEW:
+        ids = tokens.tolist()
+        low, high = min(ids), max(ids)
+    else:
+        low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= n_vocab:
         raise InputError(f"token ids must be 0 to {n_vocab - 1}, got {low if low < 0 else high}")

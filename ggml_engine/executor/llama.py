@@ -38,7 +38,7 @@ from ggml_engine.executor.llama_options import LlamaOptions
 from ggml_engine.executor.prepared import EmbeddingInput, PreparedInput
 from ggml_engine.executor.protocol import Executor
 from ggml_engine.ggml.abort import AbortFlag
-from ggml_engine.ggml.backends import cpu_device, default_threads
+from ggml_engine.ggml.backends import cpu_device
 from ggml_engine.ggml.llama_context import LlamaContext, LlamaContextOptions
 from ggml_engine.ggml.llama_model import LlamaModel
 from ggml_engine.models.adapter_set import AdapterSet
@@ -67,7 +67,7 @@ class LlamaExecutor(Executor):
         self._n_sequences = o.sequences(keeps_positions=model.keeps_positions)
         self._cells = CellCache(o.capacity, run=1)
         self._abort = AbortFlag(model.libraries)
-        threads = default_threads() if o.threads is None else o.threads
+        threads = o.thread_counts()
         n_slots = self._n_sequences + 1  # one for the memory's own use
         self._context = LlamaContext(
             model,

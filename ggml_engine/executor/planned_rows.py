@@ -8,12 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from ggml_engine.ggml.backends import default_threads
+from ggml_engine.executor.input_memory import InputMemory
 from ggml_engine.ggml.cell_kernel import CellKernel, find_kernel
 from ggml_engine.ggml.ops import GraphBuilder, Tensor
 from ggml_engine.ggml.tensor_types import TensorType
@@ -42,13 +38,13 @@ class PlannedReading:
     n_threads: int
 
     @classmethod
-    def of(cls, hp: Hyperparameters, layers: Sequence[KvLayer]) -> PlannedReading | None:
+    def of(cls, hp: Hyperparameters, layers: Sequence[KvLayer], n_threads: int) -> PlannedReading | None:
         """For a model's heads; None where there is no kernel, or none that takes them."""
         kernel = find_kernel()
         if kernel is None or not all(kernel.takes(each.head_k) and kernel.takes(each.head_v) for each in layers):
             return None
         groups = [hp.n_head[il] // layers[hp.kv_index(il)].n_head for il in range(hp.n_layer)]
-        return cls(kernel, max(1, _QUERIES_PER_TILE // max(groups)), default_threads())
+        return cls(kernel, max(1, _QUERIES_PER_TILE // max(groups)), n_threads)
 
     def plans(self, placement: Placement) -> tuple[CellPlan, ...]:
         """The plan of every window."""
@@ -71,7 +67,6 @@ class PlannedRows:
         self._reading = reading
         self._n_tokens = n_tokens
         self._plans = [b.input(f"inp_plan_{i}", TensorType.I32, n) for i, n in enumerate(capacities)]
-        self._padded: list[npt.NDArray[np.int32]] = [np.zeros(n, np.int32) for n in capacities]
 
     def read(self, layer: int) -> KvCells:
         """All rows of a layer, and its window's plan."""
@@ -80,9 +75,10 @@ class PlannedRows:
         (k,), (v,) = pool.read(self._b, layer, [Comb(0, pool.rows)])
         return KvCells(k, v, self._plans[window], self._reading.kernel, self._reading.n_splits(self._n_tokens, k.ne[2]))
 
-    def fill(self, plans: Sequence[CellPlan], is_used: Callable[[Tensor], bool], set_input: Callable[..., Any]) -> None:
+    def fill(self, plans: Sequence[CellPlan], memory_of: Callable[[Tensor], InputMemory]) -> None:
         """Set the plans of a step."""
-        for tensor, padded, plan in zip(self._plans, self._padded, plans, strict=True):
-            if is_used(tensor):
-                padded[: plan.numbers.size] = plan.numbers
-                set_input(tensor, padded)
+        for tensor, plan in zip(self._plans, plans, strict=True):
+            memory = memory_of(tensor)
+            if memory.is_read:  # some layer of this graph reads through the window
+                memory.array[: plan.numbers.size] = plan.numbers
+                memory.send()

@@ -8,7 +8,6 @@ Data crosses only through `set_data` and `get_data`, which check bounds: ggml ab
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ggml_engine.errors import AbortedError, AllocationError, ComputeError, DeviceError, GraphError, OptionError
+from ggml_engine.errors import AbortedError, AllocationError, ComputeError, DeviceError, GraphError
 from ggml_engine.ggml.abort import AbortFlag
 from ggml_engine.ggml.library import Libraries, ffi, running_graph
 from ggml_engine.ggml.ops import GraphBuilder, Tensor, TensorContext, wrap
 from ggml_engine.ggml.tensor_types import TensorType
+from ggml_engine.ggml.threads import check_threads, default_threads
 
-MAX_THREADS = 512  # GGML_MAX_N_THREADS
 _KINDS = {0: "cpu", 1: "gpu", 2: "igpu", 3: "accel", 4: "meta"}
 _MAX_BACKENDS = 16  # GGML_SCHED_MAX_BACKENDS
 _ID_TYPES: dict[TensorType, type[np.integer[Any]]] = {TensorType.I32: np.int32, TensorType.I64: np.int64}
@@ -87,15 +86,6 @@ def choose_device(libraries: Libraries, wanted: str) -> Device:
     raise DeviceError(f"there is no device {wanted!r}; there are: {', '.join(device.name for device in known)}")
 
 
-def default_threads() -> int:
-    """As many threads as this process may run on cores; libllama's default is the same for small machines."""
-    try:
-        n_cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on Windows and macOS
-        n_cores = os.cpu_count() or 1
-    return max(1, min(n_cores, MAX_THREADS))
-
-
 class Backend:
     """A device that is ready to compute."""
 
@@ -103,6 +93,7 @@ class Backend:
         self.libraries = libraries
         self.device = device
         self._abort: AbortFlag | None = None  # what the native side has a pointer to
+        self._n_threads = 0  # none was set
         self._ptr = libraries.base.ggml_backend_dev_init(device.ptr, ffi.NULL)
         if self._ptr == ffi.NULL:
             raise DeviceError(f"device {device.name} could not be started")
@@ -117,9 +108,11 @@ class Backend:
         return self._ptr
 
     def set_threads(self, n_threads: int) -> None:
-        """Threads of the next graphs, 1 to 512 (ggml dies of more)."""
-        if not isinstance(n_threads, int) or isinstance(n_threads, bool) or not 1 <= n_threads <= MAX_THREADS:
-            raise OptionError(f"threads must be 1 to {MAX_THREADS}, asked for {n_threads!r}")
+        """Threads of the next graphs, 1 to 512. Does nothing where the device has no threads."""
+        check_threads("threads", n_threads)
+        if n_threads == self._n_threads:
+            return
+        self._n_threads = n_threads
         address = _proc_address(self.libraries, self.device, b"ggml_backend_set_n_threads")
         if address is not None:
             ffi.cast("ggml_backend_set_n_threads_t", address)(self.ptr, n_threads)
@@ -376,15 +369,21 @@ class Graph:
     """A built graph with its working memory: allocated once, run many times.
 
     `backends` are in order of preference; the last must be the CPU. Has its own scheduler, so that graphs of several
-    shapes stay ready side by side. `abort` is the flag that stops it, and it alone: backends are shared, and each graph
-    brings its own.
+    shapes stay ready side by side. `abort` is the flag that stops it, and it alone, and `n_threads` (None: as many as
+    ran last) compute it on the CPU: backends are shared, and each graph brings its own.
     """
 
     def __init__(
-        self, builder: GraphBuilder, backends: Sequence[Backend], name: str, abort: AbortFlag | None = None
+        self,
+        builder: GraphBuilder,
+        backends: Sequence[Backend],
+        name: str,
+        abort: AbortFlag | None = None,
+        n_threads: int | None = None,
     ) -> None:
         self._sched = None
         self._abort = abort
+        self._n_threads = n_threads
         libraries = builder.libraries
         self.libraries = libraries
         self.name = name
@@ -419,6 +418,8 @@ class Graph:
             raise GraphError(f"{self.name}: its nodes or backends were freed before")
         for backend in self._backends:
             backend.set_abort_flag(self._abort)
+        if self._n_threads is not None:
+            self._backends[-1].set_threads(self._n_threads)
         with running_graph(self.name):
             status = self.libraries.base.ggml_backend_sched_graph_compute(self._sched, self._builder.cgraph)
         if status == self.libraries.base.GGML_STATUS_ABORTED:
@@ -440,7 +441,7 @@ class Graph:
 
 
 __all__ = [
-    "MAX_THREADS", "Backend", "Buffer", "Device", "Graph", "TensorContext", "allocate_tensors", "allocation_bytes",
-    "buffer_type_name", "choose_device", "cpu_device", "default_threads", "devices", "extra_buffer_types",
-    "get_array", "get_data", "has_data", "host_view", "is_host_aligned", "set_data", "set_row_ids", "supports_op",
+    "Backend", "Buffer", "Device", "Graph", "TensorContext", "allocate_tensors", "allocation_bytes",
+    "buffer_type_name", "choose_device", "cpu_device", "devices", "extra_buffer_types", "get_array", "get_data",
+    "has_data", "host_view", "is_host_aligned", "set_data", "set_row_ids", "supports_op",
 ]  # fmt: skip

@@ -24,6 +24,7 @@ from ggml_engine.ggml.abort import AbortFlag
 from ggml_engine.ggml.library import captured_log, ffi, running_graph
 from ggml_engine.ggml.llama_model import LlamaModel
 from ggml_engine.ggml.tensor_types import TensorType
+from ggml_engine.ggml.threads import ThreadCounts
 
 __all__ = ["MAX_SLOTS", "LlamaContext", "LlamaContextOptions"]
 
@@ -44,7 +45,7 @@ class LlamaContextOptions:
     n_cells: int
     n_batch: int
     n_slots: int
-    n_threads: int
+    threads: ThreadCounts
     attention: Literal["auto", "flash", "matmul"]
     k_type: TensorType
     v_type: TensorType
@@ -67,7 +68,7 @@ class LlamaContext:
         params.n_ctx = -(-max(options.n_cells, n_batch) // _CTX_PADDING) * _CTX_PADDING
         params.n_batch = params.n_ubatch = n_batch
         params.n_seq_max = options.n_slots
-        params.n_threads = params.n_threads_batch = options.n_threads
+        params.n_threads, params.n_threads_batch = options.threads.decode, options.threads.prefill
         params.flash_attn_type = _FLASH[options.attention]
         params.type_k, params.type_v = int(options.k_type), int(options.v_type)
         params.offload_kqv = params.op_offload = model.device_kind != "cpu"

@@ -10,6 +10,7 @@ from ggml_engine.errors import OptionError
 from ggml_engine.ggml.backends import Backend, Device, choose_device, cpu_device
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.library import Libraries, load
+from ggml_engine.ggml.threads import ThreadCounts
 from ggml_engine.models.architecture import Architecture
 from ggml_engine.models.config import Hyperparameters
 from ggml_engine.models.fingerprint import fingerprint
@@ -20,7 +21,10 @@ from ggml_engine.models.weights import Cancel, Progress, Weights, load_weights
 
 @dataclass(frozen=True)  # without slots: a cached property needs its dict
 class Model:
-    """What an executor runs. `layer_backends` has the backend of every layer; `backends` ends with the CPU."""
+    """What an executor runs. `layer_backends` has the backend of every layer; `backends` ends with the CPU.
+
+    `threads` compute steps on it.
+    """
 
     file: GGUFFile
     architecture: Architecture
@@ -30,6 +34,7 @@ class Model:
     backends: tuple[Backend, ...]
     layer_backends: tuple[Backend, ...]
     n_offloaded: int  # layers on the device, from the end; the output is one more
+    threads: ThreadCounts
 
     @cached_property
     def fingerprint(self) -> str:
@@ -52,6 +57,8 @@ def load_model(
     device: str = "auto",
     gpu_layers: int | None = None,
     threads: int | None = None,
+    threads_batch: int | None = None,
+    leave_cores: int = 0,
     repack: bool = True,
     progress: Progress | None = None,
     cancel: Cancel | None = None,
@@ -59,7 +66,8 @@ def load_model(
     """Load the weights of an open file.
 
     `device` is "auto", "cpu", "metal" or a device of ggml's; `gpu_layers` counts layers from the end, the output being
-    one more (default: all, where the device is no CPU). Everything is checked before memory is taken. Raises
+    one more (default: all, where the device is no CPU). `threads`, `threads_batch` and `leave_cores` are those of
+    `ThreadCounts.choose`. Everything is checked before memory is taken. Raises
     ModelError and its kinds, DeviceError, OptionError, AllocationError, CancelledError.
     """
     libraries = load()
@@ -67,8 +75,9 @@ def load_model(
     hp = architecture.hyperparameters(MetadataReader(file, architecture.name))
     chosen = choose_device(libraries, device)
     n_offloaded = _offloaded_layers(chosen, gpu_layers, hp.n_layer)
+    counts = ThreadCounts.choose(threads, threads_batch, leave_cores)
     with ExitStack() as undo:
-        cpu = Backend(libraries, cpu_device(libraries), threads)
+        cpu = Backend(libraries, cpu_device(libraries), counts.decode)
         undo.callback(cpu.free)
         on_device = cpu if chosen.kind == "cpu" else Backend(libraries, chosen)
         undo.callback(on_device.free)
@@ -87,7 +96,7 @@ def load_model(
     first = hp.n_layer + 1 - n_offloaded
     layer_backends = tuple(on_device if il >= first else cpu for il in range(hp.n_layer))
     backends = (cpu,) if on_device is cpu else (on_device, cpu)
-    return Model(file, architecture, hp, weights, libraries, backends, layer_backends, n_offloaded)
+    return Model(file, architecture, hp, weights, libraries, backends, layer_backends, n_offloaded, counts)
 
 
 def check_gpu_layers(gpu_layers: int | None) -> None:

@@ -92,7 +92,7 @@ class CellTable:
         if self._tops[run] > offset:
             n = self._count_free(cell, n)
         self._n_owners[cell : cell + n] = 1
-        self.positions[cell : cell + n] = np.arange(position, position + n, dtype=np.int32)
+        self.positions[cell : cell + n] = position if n == 1 else np.arange(position, position + n, dtype=np.int32)
         self._tops[run] = max(int(self._tops[run]), offset + n)
         self._n_free_by_residue[offset : offset + n] -= 1
         self.n_used += n

@@ -105,7 +105,7 @@ class _Sequence:
 
     def append(self, cell: int, n: int) -> None:
         """Adds the cells `cell`, `cell + 1`, ...; room was reserved."""
-        self._table[self.n_cells : self.n_cells + n] = np.arange(cell, cell + n, dtype=np.int32)
+        self._table[self.n_cells : self.n_cells + n] = cell if n == 1 else np.arange(cell, cell + n, dtype=np.int32)
         self.n_cells += n
 
 
@@ -258,7 +258,7 @@ class CellCache:
                     f"rewind it to {found.length} or less, or close it, before it is declared again"
                 )
             extensions.append(_Extension(found, tokens, n_tokens, found.revision))
-            expected[tokens] = np.arange(found.length, found.length + n_tokens)
+            expected[tokens] = found.length if n_tokens == 1 else np.arange(found.length, found.length + n_tokens)
         n_missing = self._table.count_missing(expected)
         if n_missing:
             raise PoolFullError(ids.size, ids.size - n_missing, self.capacity)
@@ -462,6 +462,13 @@ class Step:
                 raise StepError(
                     f"the step is stale: sequence {extension.sequence.id} has changed since it was declared"
                 )
+        if positions is not self.positions:
+            self._check_positions(positions)
+        placement = self._cache._place(self)
+        self._is_placed = True
+        return placement
+
+    def _check_positions(self, positions: npt.ArrayLike) -> None:
         given = checked_integers(positions, "the positions of a step", PositionError)
         if given.shape != self.positions.shape:
             raise PositionError(f"the step has {self.positions.size} tokens, {given.size} positions were given")
@@ -472,9 +479,6 @@ class Step:
                 f"token {token} (sequence {self.sequences[token]}) was given position {given[token]}, "
                 f"its sequence continues at {self.positions[token]}"
             )
-        placement = self._cache._place(self)
-        self._is_placed = True
-        return placement
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -527,6 +531,8 @@ def _group_by_sequence(ids: npt.NDArray[np.int64]) -> list[tuple[int, slice | np
         return [(int(ids[0]), slice(0, ids.size), ids.size)]
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
+    if (ordered[1:] != ordered[:-1]).all():  # a token of each, as sequences decode
+        return [(each, slice(at, at + 1), 1) for each, at in zip(ordered.tolist(), order.tolist(), strict=True)]
     starts = [0, *(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1).tolist(), ids.size]
     groups: list[tuple[int, slice | npt.NDArray[np.int64], int]] = []
     for start, stop in pairwise(starts):

@@ -257,15 +257,15 @@ class GgmlKvPool:
         kept = self.layers[layer]
         return None if kept.v_in_k else self.format.v_rotation(kept.head_v)
 
-    def v_row_ids(self, cells: npt.NDArray[np.int64], n_embd_v: int) -> npt.NDArray[np.int64]:
-        """Where the elements of new V rows go in "columns": i64 [n_embd_v * tokens], token by token."""
-        offsets = np.arange(n_embd_v, dtype=np.int64) * self.rows
-        return (cells[:, None] + offsets[None, :]).ravel()
+    def v_row_offsets(self, n_embd_v: int) -> npt.NDArray[np.int64]:
+        """In "columns", what to add to a cell for where each element of its V goes: i64 [n_embd_v]. Until it grows."""
+        return np.arange(n_embd_v, dtype=np.int64) * self.rows
 
     def write(self, b: GraphBuilder, layer: int, k: Tensor, v: Tensor, cells: Tensor, v_rows: Tensor) -> None:
         """Add the storing of k and v f32 [n_embd, tokens] to a graph.
 
-        `cells` i64 [tokens]; `v_rows` is the same in "rows", `v_row_ids` in "columns".
+        `cells` i64 [tokens]; `v_rows` is the same in "rows"; in "columns" i64 [tokens * n_embd_v]: token by
+        token its cell plus `v_row_offsets`.
         """
         storage = self._storage[layer]
         b.expand(b.set_rows(storage.k, k, cells, f"blk.{layer}.k_store"))

@@ -41,6 +41,7 @@ class QueryGroup:
     first_query: int
     first_seen: int
     columns: npt.NDArray[np.int64]  # [first_query + n_tokens - first_seen]
+    is_one_stretch: bool = False  # each column is one past the one before
 
 
 def check_mask_array(out: MaskArray, n_tokens: int, n_rows: int) -> None:
@@ -62,7 +63,10 @@ def fill_mask(out: MaskArray, groups: Sequence[QueryGroup], window: Window) -> N
         if group.n_tokens == 1:
             # One query sees what its sequence reads, but for positions that only align the columns.
             n_hidden = max(0, window.first_seen(group.first_query) - group.first_seen)
-            out[group.tokens, group.columns[n_hidden:]] = 0
+            if group.is_one_stretch:
+                out[group.tokens, group.columns[n_hidden] : group.columns[-1] + 1] = 0
+            else:
+                out[group.tokens, group.columns[n_hidden:]] = 0
         else:
             _fill_band(out, group, window)
 

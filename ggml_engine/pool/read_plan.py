@@ -92,11 +92,12 @@ class WindowRead:
     visible: tuple[VisibleCells, ...]
     _columns: Callable[[], Sequence[Cells]]  # of each sequence's cells
     _mask_window: Window
+    _is_one_stretch: bool = False  # each sequence's columns follow each other
 
     @property
     def _groups(self) -> list[QueryGroup]:
         return [
-            QueryGroup(each.tokens, each.n_tokens, each.first_query, each.first_seen, columns)
+            QueryGroup(each.tokens, each.n_tokens, each.first_query, each.first_seen, columns, self._is_one_stretch)
             for each, columns in zip(self.visible, self._columns(), strict=True)
         ]
 
@@ -124,6 +125,8 @@ class WindowRead:
 
 def plan_read(window: Window, sequences: Sequence[VisibleCells], n_tokens: int, geometry: ReadGeometry) -> WindowRead:
     """Plans the read of one window for a step of `n_tokens` over `sequences` (at least one)."""
+    if len(sequences) == 1 and (read := _plan_one_stretch(window, sequences[0], n_tokens, geometry)) is not None:
+        return read
     cells = np.concatenate([sequence.cells for sequence in sequences], dtype=np.int64)
     los, his = find_stretches(cells)
     distinct_los, distinct_his = merge_stretches(los, his)
@@ -163,6 +166,35 @@ def plan_read_exactly(
         n_tokens=n_tokens,
         visible=tuple(sequences),
         _columns=columns,
+        _mask_window=window.bounded(geometry.capacity),
+    )
+
+
+def _plan_one_stretch(
+    window: Window, sequence: VisibleCells, n_tokens: int, geometry: ReadGeometry
+) -> WindowRead | None:
+    """What `plan_read` plans where the cells of one sequence are one stretch and one span holds them, else None.
+
+    Nearly every decode step of one sequence is like that. It takes a few calls of numpy in place of some thirty, each
+    of which is slow after a forward that has filled the processor's caches with weights.
+    """
+    cells = sequence.cells
+    first, n, block = int(cells[0]), cells.size, geometry.read_block
+    lo = first // block * block
+    hi = min(-(-(first + n) // block) * block, geometry.capacity)
+    if int(cells[-1]) - first != n - 1 or hi - lo > n * 5 // 4 + block:
+        return None
+    if not (cells[1:] - cells[:-1] == 1).all():
+        return None
+    return WindowRead(
+        window=window,
+        spans=((lo, hi - lo),),
+        n_rows=hi - lo,
+        n_visible=n,
+        n_tokens=n_tokens,
+        visible=(sequence,),
+        _columns=lambda: [np.arange(first - lo, first - lo + n)],
+        _is_one_stretch=True,
         _mask_window=window.bounded(geometry.capacity),
     )
 

@@ -32,7 +32,7 @@ class Window:
 
     def bounded(self, length: int) -> Window:
         """What is the same for positions below `length`."""
-        return replace(self, size=min(self.size, length))
+        return self if self.size <= length else replace(self, size=length)
 
     def __str__(self) -> str:
         return f"chunk {self.size}" if self.is_chunked else f"window {self.size}"

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from ggml_engine.errors import HyperparameterError, OptionError, UnsupportedArchitectureError
 from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
-from ggml_engine.ggml.backends import default_threads
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.model import Model, load_model
@@ -97,7 +96,7 @@ def check_model(
     with GGUFFile.open(path) as file:
         model = load_model(file, device="cpu", threads=threads)
         try:
-            check = _Check(model, n_tokens, seed, threads or default_threads(), kv_type, progress)
+            check = _Check(model, n_tokens, seed, model.threads.decode, kv_type, progress)
             return check.rows(("matmul", "flash", DETERMINISTIC) if attention == "both" else _modes(attention))
         finally:
             model.free()

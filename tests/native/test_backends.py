@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import resource
 import sys
 from collections.abc import Callable
@@ -92,18 +91,6 @@ def test_a_device_that_does_not_start_is_a_device_error(monkeypatch: pytest.Monk
 
     with pytest.raises(DeviceError, match="CPU could not be started"):
         Backend(dataclasses.replace(libraries, base=Base()), backends.cpu_device(libraries))
-
-
-def test_the_default_number_of_threads_is_that_of_the_cores_we_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
-    assert backends.default_threads() == 6
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(1000)), raising=False)
-    assert backends.default_threads() == 512
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    assert backends.default_threads() == 3
-    monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert backends.default_threads() == 1
 
 
 def test_a_number_of_threads_reaches_ggml() -> None:

@@ -18,7 +18,7 @@ from side_by_side import GELU_TABLE, side_by_side
 from tiny_models import VOCAB, write_gemma3, write_llama
 
 from ggml_engine.errors import UnknownSequenceError
-from ggml_engine.executor import inputs
+from ggml_engine.executor import input_memory
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.executor import GgmlExecutor
 from ggml_engine.ggml import backends
@@ -224,7 +224,7 @@ def test_a_clone_takes_no_cell_and_copies_no_byte_of_k_and_v(
             raise AssertionError("bytes were moved")
 
         with monkeypatch.context() as patch:
-            for module in (kv_pool, backends, inputs):
+            for module in (kv_pool, backends, input_memory):
                 for name in ("get_data", "set_data"):
                     patch.setattr(module, name, moved, raising=False)
             clones = [executor.clone(source, 4096) for _ in range(3)]

@@ -107,7 +107,7 @@ def test_execution_options_have_the_names_and_defaults_of_engine_load() -> None:
 
 
 def test_choices_are_those_of_the_parts_that_take_them() -> None:
-    from ggml_engine.ggml import backends
+    from ggml_engine.ggml import threads
     from ggml_engine.loading import load_executor
     from ggml_engine.pool.kv_types import KV_TYPES
     from ggml_engine.pool.registry import cache_kinds
@@ -116,7 +116,7 @@ def test_choices_are_those_of_the_parts_that_take_them() -> None:
     assert tuple(KV_TYPES) == execution_options.KV_TYPES
     assert typing.get_args(typing.get_type_hints(load_executor)["attention"]) == execution_options.ATTENTION_FORMS
     assert typing.get_args(typing.get_type_hints(load_executor)["engine"]) == execution_options.ENGINES
-    assert backends.MAX_THREADS == execution_options.MAX_THREADS
+    assert threads.MAX_THREADS == execution_options.MAX_THREADS
 
 
 def test_execution_options_reach_engine_load(monkeypatch) -> None:
