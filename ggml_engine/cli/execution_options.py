@@ -20,6 +20,7 @@ KV_TYPES: Final = ("f32", "f16", "bf16", "q8_0", "q4_0")
 CACHE_KINDS: Final = ("batched_cell", "sequence")
 ENGINES: Final = ("auto", "native", "llama")
 ATTENTION_FORMS: Final = ("auto", "flash", "matmul")
+PREFILL_LAYOUTS: Final = ("off", "f16", "bf16", "f32", "q8_0")
 MAX_THREADS: Final = 512
 
 
@@ -119,6 +120,14 @@ execution_options = together(
         help="The same bits however the tokens are cut into steps; slower.",
     ),
     option(
+        "--prefill-weights",
+        section=EXECUTION,
+        type=click.Choice(PREFILL_LAYOUTS),
+        default="off",
+        show_default=True,
+        help="Quantised weights a second time, as this type, for steps of 16 tokens and more: faster, in more memory.",
+    ),
+    option(
         "--lora",
         "adapters",
         section=EXECUTION,
@@ -130,7 +139,7 @@ execution_options = together(
 )
 LOAD_OPTIONS: Final = (
     "engine", "ctx", "threads", "device", "gpu_layers", "mmap", "kv_type", "cache_kind", "attention",
-    "max_batch_tokens", "deterministic", "adapters",
+    "max_batch_tokens", "deterministic", "adapters", "prefill_weights",
 )  # fmt: skip
 
 
