@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ggml_engine.loading import EngineKind, LoadedExecutor
     from ggml_engine.models.adapter import Adapter
     from ggml_engine.models.attention import AttentionOption
+    from ggml_engine.models.prefill_weights import PrefillLayout
     from ggml_engine.models.weights import Cancel, Progress
 
 Message = Mapping[str, object]
@@ -90,6 +91,7 @@ class Engine:
         max_batch_tokens: int = 512,
         deterministic: bool = False,
         adapters: Sequence[tuple[str | os.PathLike[str], float]] = (),
+        prefill_weights: PrefillLayout = "off",
     ) -> Engine:
         """Load a GGUF model: `path` is a file or a known name ("smollm2", "gemma3-270m").
 
@@ -101,13 +103,15 @@ class Engine:
         first, for files that may change meanwhile. `cache_kind` "batched_cell" holds many sessions, "sequence" one at a
         time, which cannot be cloned. `deterministic` makes logits independent of what runs beside a sequence and of how
         its tokens were cut into steps (docs/determinism.md). `adapters` are LoRA files with their scales: what is
-        generated is computed with them, but for sessions that are given others.
+        generated is computed with them, but for sessions that are given others. `prefill_weights` keeps the layers'
+        quantised matrices a second time, in a type whose products are faster for many tokens, and computes steps of 16
+        tokens and more with these: other last digits, and more memory (docs/performance.md).
 
         `engine` "native" computes with the graphs of this package, "llama" with libllama's own context, "auto" natively
         where there is a graph for the file's architecture; `kind` and `reason` say what that came to, and so does the
         log. In libllama all of `ctx` takes its memory at once: its default is 8192 at most, and there are no
-        deterministic mode, no kinds of caches and no adapters. It reads the file itself: one that changes meanwhile is
-        no longer the one that was checked, whatever `mmap` is.
+        deterministic mode, no kinds of caches, no adapters and no `prefill_weights`. It reads the file itself: one that
+        changes meanwhile is no longer the one that was checked, whatever `mmap` is.
 
         Raises ModelNotFoundError, GGUFError, ModelError, LibraryError, OptionError, AllocationError, CancelledError;
         nothing stays allocated.
@@ -143,6 +147,7 @@ class Engine:
                 max_batch_tokens=max_batch_tokens,
                 deterministic=deterministic,
                 adapters=adapters,
+                prefill_weights=prefill_weights,
             )
             undo.callback(loaded.executor.model.free)
             for adapter in loaded.adapters:

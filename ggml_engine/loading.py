@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import ggml_engine.control.conversation  # noqa: F401  # needed next: imported here, beside the vocabulary's parsing
+from ggml_engine.control.machine_memory import machine_memory
 from ggml_engine.errors import OptionError, UnsupportedArchitectureError
 from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
 from ggml_engine.ggml.backends import cpu_device
@@ -22,6 +23,7 @@ from ggml_engine.models.adapter import Adapter, load_adapter
 from ggml_engine.models.adapter_set import AdapterSet, checked_scale
 from ggml_engine.models.attention import AttentionOption
 from ggml_engine.models.model import Model, check_gpu_layers, load_model
+from ggml_engine.models.prefill_weights import PrefillLayout, check_layout
 from ggml_engine.models.registry import find_architecture
 from ggml_engine.models.weights import Cancel, Progress
 from ggml_engine.pool.kv_pool import bytes_per_cell
@@ -68,6 +70,7 @@ def load_executor(
     max_batch_tokens: int = 512,
     deterministic: bool = False,
     adapters: Iterable[tuple[str | os.PathLike[str], float]] = (),
+    prefill_weights: PrefillLayout = "off",
 ) -> LoadedExecutor:
     """Load the weights and make an executor for them. Raises as `Engine.load`; nothing stays allocated then.
 
@@ -79,11 +82,16 @@ def load_executor(
     if ctx is not None and (isinstance(ctx, bool) or not isinstance(ctx, int) or ctx < 1):
         raise OptionError(f"ctx must be a positive number of cells, is {ctx!r}")
     check_gpu_layers(gpu_layers)
+    check_layout(prefill_weights)
+    if deterministic and prefill_weights != "off":
+        raise OptionError(f"deterministic mode cannot go with prefill_weights {prefill_weights!r}")
     if kind == "llama":
         if deterministic:
             raise OptionError(f"deterministic mode is that of the native engine, and {reason}")
         if scaled:
             raise OptionError(f"adapters are taken by the native engine alone, and {reason}")
+        if prefill_weights != "off":
+            raise OptionError(f"prefill_weights {prefill_weights!r} is for the native engine, and {reason}")
         if cache_kind != "batched_cell":
             raise OptionError(f"cache kind {cache_kind!r} is one of the native engine's, and {reason}")
         from ggml_engine.executor.llama import LlamaExecutor  # noqa: PLC0415  # most files need none of it
@@ -108,6 +116,7 @@ def load_executor(
         except BaseException:
             foreign.free()
             raise
+    memory = None if prefill_weights == "off" else machine_memory()
     model = load_model(
         file,
         device=device,
@@ -117,6 +126,8 @@ def load_executor(
         leave_cores=leave_cores,
         progress=progress,
         cancel=cancel,
+        prefill_weights=prefill_weights,
+        memory_available=None if memory is None else memory.available,
     )
     try:
         native_options = ExecutorOptions(

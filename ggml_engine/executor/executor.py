@@ -164,6 +164,11 @@ class GgmlExecutor(Executor):
                 f"deterministic mode computes all steps with one number of threads, the model was loaded with "
                 f"{model.threads.decode} threads and threads_batch {model.threads.prefill}"
             )
+        if self.options.deterministic and model.prefill is not None:
+            raise OptionError(
+                "deterministic mode takes one layout of weights for steps of all lengths: it cannot go with "
+                f"prefill_weights {model.prefill.layout!r}"
+            )
         self._adapters = self._checked(adapters)
         self._adapters_of: dict[int, AdapterSet] = {}  # by sequence, of those that have some
         is_on_cpu = all(backend.device.kind == "cpu" for backend in model.layer_backends)
@@ -248,7 +253,10 @@ class GgmlExecutor(Executor):
         kinds = [backend.device.kind for backend in self.model.layer_backends]
         is_long = 0 < self.model.hp.n_ctx_long < self.capacity  # other factors of rotation
         how = (self.form, self._kv_format, o.deterministic, o.run, o.read_block, o.cache_kind, kinds, is_long)
-        return hashlib.sha256(f"{self.model.fingerprint}\n{how!r}\n".encode()).hexdigest()
+        name = f"{self.model.fingerprint}\n{how!r}\n"
+        if (prefill := self.model.prefill) is not None:
+            name += f"{prefill.layout} from {prefill.min_tokens} tokens on\n"
+        return hashlib.sha256(name.encode()).hexdigest()
 
     @property
     def description(self) -> Mapping[str, str]:
@@ -265,6 +273,7 @@ class GgmlExecutor(Executor):
             "cache_kind": o.cache_kind,
             "run": str(o.run),
             "deterministic": str(o.deterministic).lower(),
+            "prefill_weights": "off" if self.model.prefill is None else self.model.prefill.layout,
             "devices": ", ".join(sorted({backend.device.kind for backend in self.model.layer_backends})),
         }
 
@@ -495,14 +504,15 @@ class GgmlExecutor(Executor):
                 n_per_layer += _PRODUCTS_OF_EXPERTS * n_tensors_apart(key.n_tokens)
         n_apart = n_tensors_apart(key.n_tokens) if self.options.deterministic else 0
         max_tensors = hp.n_layer * n_per_layer + _NODES_BESIDE + max_nodes(key.adapters, n_apart)
-        n_outside = len(self.model.weights) + 2 * hp.n_layer + sum(2 * len(each.pairs) for each in key.adapters)
+        weights = self.model.weights_for(key.n_tokens)
+        n_outside = len(weights) + 2 * hp.n_layer + sum(2 * len(each.pairs) for each in key.adapters)
         b = GraphBuilder(self.model.libraries, max_tensors, n_outside)
         try:
             inputs = GraphInputs(b, key, self.cache, hp.n_embd, join=self._join, reading=self._reading)
             g = ModelGraph(
                 b,
                 hp,
-                self.model.weights,
+                weights,
                 inputs.tokens,
                 inputs.positions,
                 inputs.of_positions,
@@ -545,6 +555,7 @@ class GgmlExecutor(Executor):
             "kv_bytes": self.cache.pool.n_bytes,
             "kv_capacity_bytes": self.cache.capacity * self.cache.pool.bytes_per_cell,
             "graph_bytes": self.graphs.working_bytes,
+            "prefill_weight_bytes": 0 if self.model.prefill is None else self.model.prefill.n_bytes,
         }
 
     def memory(self, snapshots: Iterable[int] = ()) -> dict[str, int]:

@@ -147,7 +147,7 @@ def _without_trailing_ones(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(kept)
 
 
-class _Placer:
+class Placer:
     """Chooses a buffer type per tensor, asking ggml once per kind of tensor and use."""
 
     def __init__(self, libraries: Libraries, device: Device, n_layer: int, gpu_layers: int, *, repack: bool) -> None:
@@ -241,7 +241,7 @@ def load_weights(
     Raises WeightError naming the tensor with what was expected and found, before anything is allocated; CancelledError
     when `cancel()` turns true; AllocationError when memory runs out. `progress(done, total)` counts bytes.
     """
-    placer = _Placer(libraries, device, n_layer, gpu_layers, repack=repack)
+    placer = Placer(libraries, device, n_layer, gpu_layers, repack=repack)
     found = [(spec, info) for spec in specs if (info := _find(file, spec)) is not None]
     used = {info.name for _, info in found}
     # what NVFP4 files have beside a weight for kernels over FP4 activations, which no backend here has

@@ -109,6 +109,7 @@ def test_execution_options_have_the_names_and_defaults_of_engine_load() -> None:
 def test_choices_are_those_of_the_parts_that_take_them() -> None:
     from ggml_engine.ggml import threads
     from ggml_engine.loading import load_executor
+    from ggml_engine.models.prefill_weights import PrefillLayout
     from ggml_engine.pool.kv_types import KV_TYPES
     from ggml_engine.pool.registry import cache_kinds
 
@@ -117,18 +118,20 @@ def test_choices_are_those_of_the_parts_that_take_them() -> None:
     assert typing.get_args(typing.get_type_hints(load_executor)["attention"]) == execution_options.ATTENTION_FORMS
     assert typing.get_args(typing.get_type_hints(load_executor)["engine"]) == execution_options.ENGINES
     assert threads.MAX_THREADS == execution_options.MAX_THREADS
+    assert typing.get_args(PrefillLayout) == execution_options.PREFILL_LAYOUTS
 
 
 def test_execution_options_reach_engine_load(monkeypatch) -> None:
     engine = FakeEngine()
     monkeypatch.setattr(run_module, "load_engine", engine.load)
     args = ["--ctx", "99", "--threads", "3", "--device", "cpu", "--gpu-layers", "4", "--no-mmap", "--kv-type", "f32"]
-    args += ["--engine", "llama", "--cache-kind", "sequence"]
+    args += ["--engine", "llama", "--cache-kind", "sequence", "--prefill-weights", "bf16"]
     assert main(["run", "m", "p", *args, "--attention", "flash", "--batch-tokens", "16", "--deterministic"]) == 0
     given = {name: engine.load_options[name] for name in execution_options.LOAD_OPTIONS}
     assert given == {
         "engine": "llama", "ctx": 99, "threads": 3, "device": "cpu", "gpu_layers": 4, "mmap": False, "kv_type": "f32",
         "cache_kind": "sequence", "attention": "flash", "max_batch_tokens": 16, "deterministic": True, "adapters": (),
+        "prefill_weights": "bf16",
     }  # fmt: skip
 
 
