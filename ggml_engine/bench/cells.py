@@ -11,7 +11,6 @@ from ggml_engine.bench.ours import OurDriver
 from ggml_engine.bench.report import Comparison, ModelReport, Row, Series
 from ggml_engine.bench.setting import Setting
 
-_PIECE = 1024  # parked cells of one sequence
 _SIDE_BY_SIDE = 8  # parked sequences that grow beside the active one
 _RUN = 64
 _CLONES = 20  # of one repetition
@@ -26,12 +25,11 @@ def parked(setting: Setting, report: ModelReport) -> None:
     sizes = setting.sizes
     steps, history = sizes.steps_of(1), sizes.parked_history
     row = report.row("parked", f"1 sequence at {history}, {sizes.parked} cells parked")
-    pieces = [min(_PIECE, sizes.parked - at) for at in range(0, sizes.parked, _PIECE)]
-    longest = max(history + steps, *pieces, sizes.parked // _SIDE_BY_SIDE)
-    room = Room(1 + max(len(pieces), _SIDE_BY_SIDE), history + steps)
+    longest = max(history + steps, sizes.parked // _SIDE_BY_SIDE)
+    n_sequences = 1 + max(sizes.parked // history + 1, _SIDE_BY_SIDE)
     # one capacity for all: it bounds what a read is rounded up to, and other reads cannot be compared
     n_cells = history + steps + 2 * _SIDE_BY_SIDE * _RUN + max(sizes.parked, _SIDE_BY_SIDE * history)
-    room = Room(room.n_sequences, max(room.n_own, -(-n_cells // room.n_sequences)))
+    room = Room(n_sequences, max(history + steps, -(-n_cells // n_sequences)))
     if reason := setting.too_long(longest) or setting.too_large(3 * room.n_cells):
         row.skipped["ours"] = reason
         return
@@ -39,7 +37,7 @@ def parked(setting: Setting, report: ModelReport) -> None:
     try:
         ours: dict[str, Callable[[Driver], None]] = {
             "alone": lambda driver: _grow(setting, driver, 0, history),
-            "parked behind": lambda driver: _park_behind(setting, driver, history, pieces),
+            "parked behind": lambda driver: _park_behind(setting, driver, history, sizes.parked),
             "parked between": lambda driver: _park_between(setting, driver, history, sizes.parked),
         }
         for name, begin in ours.items():
@@ -47,7 +45,7 @@ def parked(setting: Setting, report: ModelReport) -> None:
             made.append(OurDriver(setting.model, setting.options(), room, name))
             begin(made[-1])
         if setting.against_llama_cpp:
-            made += _of_llama_cpp(setting, row, room, history, pieces)
+            made += _of_llama_cpp(setting, row, room)
         series = {each.name: row.add(each.name, "s", steps) for each in made}
         for name in ("parked behind", "parked between"):
             row.comparisons.append(Comparison(f"speed {name} / alone", series["alone"], series[name]))
@@ -61,7 +59,7 @@ def parked(setting: Setting, report: ModelReport) -> None:
             driver.close()
 
 
-def _of_llama_cpp(setting: Setting, row: Row, room: Room, history: int, pieces: list[int]) -> list[Driver]:
+def _of_llama_cpp(setting: Setting, row: Row, room: Room) -> list[Driver]:
     from ggml_engine.bench.llama_cpp import MODES, LlamaCppDriver, n_cells_of  # noqa: PLC0415
 
     made: list[Driver] = []
@@ -69,11 +67,11 @@ def _of_llama_cpp(setting: Setting, row: Row, room: Room, history: int, pieces: 
         if reason := setting.too_large(2 * n_cells_of(mode, room)):
             row.skipped[f"llama.cpp {mode.name}"] = reason
             continue
-        for name, parked_pieces in (("alone", []), ("parked behind", pieces)):
+        for name, n_parked in (("alone", 0), ("parked behind", setting.sizes.parked)):
             setting.progress(f"parked: preparing llama.cpp {mode.name}, {name}")
             driver = LlamaCppDriver(setting.llama_cpp, mode, room, f"llama.cpp {mode.name}, {name}")
             made.append(driver)
-            _park_behind(setting, driver, history, parked_pieces)
+            _park_behind(setting, driver, setting.sizes.parked_history, n_parked)
     return made
 
 
@@ -82,10 +80,13 @@ def _grow(setting: Setting, driver: Driver, sequence: int, n: int) -> None:
         driver.prefill(sequence, setting.tokens(n, sequence))
 
 
-def _park_behind(setting: Setting, driver: Driver, history: int, pieces: list[int]) -> None:
+def _park_behind(setting: Setting, driver: Driver, history: int, n_parked: int) -> None:
+    """Copies of the active sequence, in cells of their own, and one more for the rest."""
     _grow(setting, driver, 0, history)
-    for i, n in enumerate(pieces):
-        _grow(setting, driver, 1 + i, n)
+    n = n_parked // history
+    if n:
+        driver.copy(1 + n)
+    _grow(setting, driver, 1 + n, n_parked - n * history)
 
 
 def _park_between(setting: Setting, driver: Driver, history: int, n_parked: int) -> None:

@@ -239,16 +239,17 @@ def test_a_clone_takes_no_cells_and_no_bytes(tiny: Path) -> None:
     assert found == {"cells taken": {0.0}, "K/V added": {0.0}}
 
 
-def test_parked_cells_are_there_while_one_sequence_decodes(tiny: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("parked", [128, 140, 20])  # whole copies of the history, with a rest, and less than one
+def test_parked_cells_are_there_while_one_sequence_decodes(tiny: Path, monkeypatch, parked: int) -> None:
     used: list[int] = []
     close = OurDriver.close
     monkeypatch.setattr(
         OurDriver, "close", lambda self: used.append(self.executor.stats()["cells_used"]) or close(self)
     )
-    (row,) = measured(tiny, "parked").of("parked")
+    (row,) = measured(tiny, "parked", sizes=replace(QUICK, parked=parked)).of("parked")
     history, steps = QUICK.parked_history, QUICK.steps_of(1)
-    grown = 8 * max(history, QUICK.parked // 8)
-    assert used == [history + steps, history + steps + QUICK.parked, history + steps + grown]
+    grown = 8 * max(history, parked // 8)
+    assert used == [history + steps, history + steps + parked, history + steps + grown]
     assert [name for name in row.compared if name.startswith("speed")] == [
         "speed parked behind / alone", "speed parked between / alone",
     ]  # fmt: skip
