@@ -218,7 +218,8 @@ class GraphInputs:
             if mask.is_read:  # some layer of this graph reads through the window
                 rows = mask.array.reshape(n, read.n_rows)
                 read.fill_mask(rows[: batch.n_tokens])
-                rows[batch.n_tokens :] = rows[batch.n_tokens - 1]
+                if n > batch.n_tokens:
+                    rows[batch.n_tokens :] = rows[batch.n_tokens - 1]
                 mask.send()
         if self.outputs is not None:
             wanted = np.flatnonzero(batch.wants_logits).astype(np.int32)

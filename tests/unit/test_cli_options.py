@@ -125,13 +125,14 @@ def test_execution_options_reach_engine_load(monkeypatch) -> None:
     engine = FakeEngine()
     monkeypatch.setattr(run_module, "load_engine", engine.load)
     args = ["--ctx", "99", "--threads", "3", "--device", "cpu", "--gpu-layers", "4", "--no-mmap", "--kv-type", "f32"]
-    args += ["--engine", "llama", "--cache-kind", "sequence", "--prefill-weights", "bf16"]
+    args += ["--engine", "llama", "--cache-kind", "sequence", "--threads-batch", "4", "--leave-cores", "2"]
+    args += ["--prefill-weights", "bf16"]
     assert main(["run", "m", "p", *args, "--attention", "flash", "--batch-tokens", "16", "--deterministic"]) == 0
     given = {name: engine.load_options[name] for name in execution_options.LOAD_OPTIONS}
     assert given == {
         "engine": "llama", "ctx": 99, "threads": 3, "device": "cpu", "gpu_layers": 4, "mmap": False, "kv_type": "f32",
-        "cache_kind": "sequence", "attention": "flash", "max_batch_tokens": 16, "deterministic": True, "adapters": (),
-        "prefill_weights": "bf16",
+        "threads_batch": 4, "leave_cores": 2, "cache_kind": "sequence", "attention": "flash", "max_batch_tokens": 16,
+        "deterministic": True, "adapters": (), "prefill_weights": "bf16",
     }  # fmt: skip
 
 
