@@ -19,7 +19,7 @@ EXECUTION: Final = "Model and execution"
 KV_TYPES: Final = ("f32", "f16", "bf16", "q8_0", "q4_0")
 CACHE_KINDS: Final = ("batched_cell", "sequence")
 ENGINES: Final = ("auto", "native", "llama")
-ATTENTION_FORMS: Final = ("auto", "flash", "flash_folded", "matmul", "matmul_folded")
+ATTENTION_FORMS: Final = ("auto", "cells", "flash", "flash_folded", "matmul", "matmul_folded")
 MAX_THREADS: Final = 512
 
 
