@@ -464,10 +464,10 @@ class GgmlExecutor(Executor):
         return found.pop()
 
     def _make_room(self, extent: int) -> None:
+        if self._reading is not None:  # its reads end anywhere, and growing row by row would drop graphs each time
+            block = self.options.read_block
+            extent = min(-(-extent // block) * block, self.cache.capacity)
         if self.cache.pool.must_grow(extent):
-            if self._reading is not None:  # its reads end anywhere, and growing row by row would drop graphs each time
-                block = self.options.read_block
-                extent = min(-(-extent // block) * block, self.cache.capacity)
             self.graphs.clear()
             self.cache.pool.grow(extent)
 

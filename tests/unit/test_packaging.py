@@ -19,7 +19,11 @@ pytestmark = pytest.mark.source_tree
 ROOT = Path(__file__).parents[2]
 LINKS = ("cli", "models", "pool")
 KERNEL = "ggml_engine/native/_cell_attention"
-KERNEL_SOURCES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ggml_engine" / "native").glob("*.[chi]*")}
+KERNEL_SOURCES = {
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "ggml_engine" / "native").iterdir()
+    if path.suffix in {".c", ".h", ".inc"}
+}
 
 
 @pytest.fixture(scope="module")
