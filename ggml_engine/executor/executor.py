@@ -76,12 +76,12 @@ _NEEDS_ROWS: Final = ("cells", "flash", "flash_folded")
 class ExecutorOptions:
     """How a model is executed.
 
-    `capacity` is in cells. `attention` "auto" takes what is fast on the device: on a CPU the matmul form over V in
-    columns, elsewhere flash attention over V in rows; the folded forms read K and V once for all query heads that share
-    them. `max_graph_bytes` bounds the working memory kept beside the newest graph's. `deterministic` makes a sequence's
-    logits independent of what runs beside it, of how its tokens were cut into steps, and of where its cells lie: bit
-    for bit, at some cost in speed (docs/determinism.md). `compact` moves the cells that a sequence does not share
-    together, once reading it in pieces has cost as much as that.
+    `capacity` is in cells. `attention` "auto" takes what is fast on the device: on a CPU the compiled kernel ("cells")
+    where there is one, else the matmul form over V in columns, elsewhere flash attention over V in rows; the folded
+    forms read K and V once for all query heads that share them. `max_graph_bytes` bounds the working memory kept beside
+    the newest graph's. `deterministic` makes a sequence's logits independent of what runs beside it, of how its tokens
+    were cut into steps, and of where its cells lie: bit for bit, at some cost in speed (docs/determinism.md). `compact`
+    moves the cells that a sequence does not share together, once reading it in pieces has cost as much as that.
     """
 
     capacity: int = 4096
@@ -479,6 +479,9 @@ class GgmlExecutor(Executor):
         return found.pop()
 
     def _make_room(self, extent: int) -> None:
+        if self._reading is not None:  # its reads end anywhere, and growing row by row would drop graphs each time
+            block = self.options.read_block
+            extent = min(-(-extent // block) * block, self.cache.capacity)
         if self.cache.pool.must_grow(extent):
             self.graphs.clear()
             self.cache.pool.grow(extent)

@@ -78,7 +78,8 @@ def _seen(read: WindowRead) -> npt.NDArray[np.int32]:
     until = np.empty(read.n_tokens, np.int32)
     for each in read.visible:
         until[each.tokens] = np.arange(each.first_query, each.first_query + each.n_tokens, dtype=np.int32)
-    return np.concatenate((until, np.maximum(read.window.first_seen(until), 0)))
+    window = read.window.bounded(int(until.max()) + 1)  # fits an i32, as positions do
+    return np.concatenate((until, np.maximum(window.first_seen(until), 0)))
 
 
 def _stretches_of(visible: VisibleCells) -> list[Stretch]:

@@ -140,12 +140,12 @@ def test_weights_in_the_layout_of_their_file_are_libllamas_too_and_stay_close(mo
     # here) the largest difference measured is 5.6 where logits spread by 23, a normalised mean squared error of
     # 0.002; on S (Q4_1 has none) there is no difference. That it is the kernels' is shown by libllama's bytes, both ways.
     path, prompt = Path(model.file.path), random_tokens(model.hp.n_vocab, 64)
-    with running(path, threads=2, repack=False, capacity=N_CELLS) as executor:
+    with running(path, threads=2, repack=False, capacity=N_CELLS, attention="matmul") as executor:
         assert executor.model.weights.n_bytes_copied == 0
         plain = feed(executor, executor.open(), prompt)
     with Oracle(path, type_k=Type.F16, type_v=Type.F16, n_threads=2, use_extra_bufts=False) as oracle:
         assert plain.tobytes() == oracle.forward(prompt).tobytes()
-    with executor_over(model, capacity=N_CELLS) as executor:
+    with executor_over(model, capacity=N_CELLS, attention="matmul") as executor:
         repacked = feed(executor, executor.open(), prompt)
     error = float(np.square(plain - repacked).mean() / repacked.var())
     if model.weights.n_bytes_copied:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,11 +114,11 @@ def alone(
     return {history[:n]: row for n, row in zip(lengths, logits, strict=True)}
 
 
-def pairs(model: Model, *, deterministic: bool) -> Iterator[tuple[Logits, Logits]]:
+def pairs(model: Model, **options: Any) -> Iterator[tuple[Logits, Logits]]:
     """Logits together and alone, of everything that was asked for."""
     with (
-        executor_over(model, capacity=1536, deterministic=deterministic) as together,
-        executor_over(model, capacity=512, deterministic=deterministic) as single,
+        executor_over(model, capacity=1536, **options) as together,
+        executor_over(model, capacity=512, **options) as single,
     ):
         sessions = live(together)
         assert len(sessions.logits) == 10
@@ -153,10 +154,11 @@ def error_of(found: Logits, expected: Logits) -> float:
     return float(np.square(found - expected).mean() / expected.var())
 
 
-def test_in_ordinary_mode_the_same_tokens_give_nearly_the_same_logits(model: Model) -> None:  # R72
+@pytest.mark.parametrize("attention", ["matmul", "cells"])
+def test_in_ordinary_mode_the_same_tokens_give_nearly_the_same_logits(model: Model, attention: str) -> None:  # R72
     others: list[float] = []
     previous = None
-    for ours, single in pairs(model, deterministic=False):
+    for ours, single in pairs(model, attention=attention):
         assert error_of(ours, single) < WORST_ERROR
         assert np.abs(ours - single).max() < WORST_DIFFERENCE * single.std()
         if previous is not None:

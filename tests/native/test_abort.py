@@ -177,6 +177,7 @@ def test_abort_and_clear_abort_wait_for_no_forward(model: Model) -> None:
             executor.forward(Batch.of_sequence(executor.open(), [5]))
 
 
+@pytest.mark.usefixtures("every_default")
 def test_other_failures_are_not_aborts(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     class Base:
         def __getattr__(self, name: str) -> Any:

@@ -25,6 +25,7 @@ TOKENS: list[int] = np.random.default_rng(2).integers(3, VOCAB, 60).tolist()
 MODES: dict[str, dict[str, Any]] = {
     "matmul, columns": {"attention": "matmul", "v_layout": "columns"},
     "flash, rows": {"attention": "flash", "v_layout": "rows"},
+    "cells": {"attention": "cells"},
 }
 
 

@@ -180,6 +180,7 @@ def test_a_copy_that_fails_leaves_everything_as_it_was(
         assert move_now(executor, sequence) is not None
 
 
+@pytest.mark.usefixtures("in_matmul_form")
 def test_a_step_goes_on_where_its_cells_lie_when_the_move_fails(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     with side_by_side(model, capacity=256, **SMALL_RUNS) as sides, monkeypatch.context() as patch:
         move_at_every_step(patch)
@@ -198,6 +199,7 @@ def test_a_step_goes_on_where_its_cells_lie_when_the_move_fails(model: Model, mo
 
 
 @pytest.mark.parametrize("error", [AllocationError, MemoryError])
+@pytest.mark.usefixtures("in_matmul_form")
 def test_a_move_for_which_there_is_no_memory_is_no_error_of_the_step(
     model: Model, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
@@ -229,6 +231,7 @@ def parked_between(executor: GgmlExecutor, n: int = 512) -> int:
     return sequence
 
 
+@pytest.mark.usefixtures("in_matmul_form")
 def test_the_steps_after_a_move_read_what_they_read_of_a_sequence_alone(
     windowed: Model, placements: list[Placement]
 ) -> None:
@@ -254,6 +257,7 @@ def test_the_steps_after_a_move_read_what_they_read_of_a_sequence_alone(
         assert n_stretches(cells_of(executor, sequence)) == 1
 
 
+@pytest.mark.usefixtures("in_matmul_form")
 def test_a_sequence_that_decodes_three_tokens_is_not_moved(windowed: Model) -> None:
     with executor_over(windowed, capacity=16_384) as executor:
         sequence = parked_between(executor)
@@ -261,6 +265,7 @@ def test_a_sequence_that_decodes_three_tokens_is_not_moved(windowed: Model) -> N
         assert executor.stats()["moves"] == 0
 
 
+@pytest.mark.usefixtures("in_matmul_form")
 def test_the_sum_begins_anew_after_a_rewind(windowed: Model) -> None:
     with executor_over(windowed, capacity=16_384) as executor:
         sequence = parked_between(executor)
@@ -278,6 +283,7 @@ def test_the_sum_begins_anew_after_a_rewind(windowed: Model) -> None:
         assert executor._compaction._debts == {}
 
 
+@pytest.mark.usefixtures("in_matmul_form")
 def test_what_moving_costs_is_never_more_than_what_pieces_have_cost(windowed: Model) -> None:
     """Others take the runs behind it again and again."""
     with executor_over(windowed, capacity=16_384) as executor:
@@ -298,8 +304,17 @@ def test_what_moving_costs_is_never_more_than_what_pieces_have_cost(windowed: Mo
         assert n_moves > 1
 
 
+@pytest.mark.usefixtures("in_matmul_form")
 def test_nothing_is_moved_when_asked_not_to(windowed: Model) -> None:
     with executor_over(windowed, capacity=16_384, compact=False) as executor:
+        sequence = parked_between(executor)
+        decode(executor, sequence, 40)
+        assert executor.stats()["moves"] == 0
+        assert n_stretches(cells_of(executor, sequence)) == 9
+
+
+def test_nothing_is_moved_for_the_compiled_attention_which_pieces_cost_nothing(windowed: Model) -> None:
+    with executor_over(windowed, capacity=16_384, attention="cells") as executor:
         sequence = parked_between(executor)
         decode(executor, sequence, 40)
         assert executor.stats()["moves"] == 0
@@ -312,6 +327,7 @@ def test_compact_is_true_or_false(bad: Any) -> None:
         ExecutorOptions(compact=bad)
 
 
+@pytest.mark.usefixtures("in_matmul_form")
 def test_sequences_that_decode_side_by_side_in_one_dense_span_stay(
     windowed: Model, placements: list[Placement]
 ) -> None:
@@ -324,6 +340,7 @@ def test_sequences_that_decode_side_by_side_in_one_dense_span_stay(
         assert executor.stats()["moves"] == 0
 
 
+@pytest.mark.usefixtures("in_matmul_form")
 def test_a_prefix_that_the_step_shares_is_no_piece(windowed: Model) -> None:
     with executor_over(windowed, capacity=16_384) as executor:
         source = executor.open()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from libllama import Oracle, Type
 from naive import NaiveModel
 from tiny_models import F16, Q8_0, VOCAB, write_gemma3, write_llama
 
-from ggml_engine.executor.executor import GgmlExecutor
+from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
 from ggml_engine.ggml import backends
-from ggml_engine.pool import read_plan
+from ggml_engine.pool import cell_plan, read_plan
 from ggml_engine.pool.window import Window
 
 TOKENS: list[int] = np.random.default_rng(7).integers(3, VOCAB, 40).tolist()
@@ -29,6 +30,7 @@ MODES = {
     "matmul, columns": {"attention": "matmul", "v_layout": "columns"},
     "matmul, rows": {"attention": "matmul", "v_layout": "rows"},
     "flash, rows": {"attention": "flash", "v_layout": "rows"},
+    "cells": {"attention": "cells"},
     "matmul folded, columns": {"attention": "matmul_folded", "v_layout": "columns"},
     "matmul folded, rows": {"attention": "matmul_folded", "v_layout": "rows"},
     "flash folded, rows": {"attention": "flash_folded", "v_layout": "rows"},
@@ -126,23 +128,28 @@ def test_logits_are_those_of_the_definition(folder: Path, kind: str, name: str, 
         assert_close(found, expected, bound(path, executor))
 
 
+@pytest.mark.parametrize("attention", ["matmul", "cells"])
 @pytest.mark.parametrize("max_graphs", [1, 32])
 @pytest.mark.parametrize("geometry", [(1, 1), (4, 8), (64, 256)])
 @pytest.mark.parametrize("name", ["window 1", "window 3", "window 5", "no window"])
 def test_graphs_used_again_give_the_same_answer(
-    folder: Path, name: str, geometry: tuple[int, int], max_graphs: int
+    folder: Path, name: str, geometry: tuple[int, int], max_graphs: int, attention: str
 ) -> None:  # R72
     path = written(folder, "gemma3", name)
     expected = NaiveModel(path).logits(TOKENS)
     run, read_block = geometry
     options = {"capacity": 256, "run": run, "read_block": read_block, "max_graphs": max_graphs, "k_type": "f32"}
-    with running(path, v_type="f32", **options) as executor:
+    with running(path, v_type="f32", attention=attention, **options) as executor:
         for _ in range(2):  # the second time over storage that has grown
             assert_close(prefill_and_decode(executor, TOKENS, 12, chunk=5), expected, GELU_TABLE)
         stats = executor.stats()
         n_steps = 2 * (3 + 28)
         assert stats["graphs_built"] + stats["graphs_reused"] == n_steps
         assert len(executor.graphs) <= max_graphs
+        if attention == "cells" and max_graphs > 1:  # the same three, again for every size of the pool
+            assert 3 <= stats["graphs_built"] <= 3 * executor.cache.pool.n_grown
+        if attention == "cells":
+            return
         # blocks of 256: a shape for 5 tokens, one for 2 and one for 1; single rows: another shape for every step
         least = {(64, 256): 3, (4, 8): 8, (1, 1): 31}[geometry]
         assert stats["graphs_built"] >= least
@@ -222,7 +229,10 @@ def see_the_whole_past(out: np.ndarray, groups: Any, _: Window) -> None:
 masks_fill = read_plan.fill_mask
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+MASKED = {name: mode for name, mode in MODES.items() if name != "cells"}
+
+
+@pytest.mark.parametrize("mode", MASKED.values(), ids=MASKED)
 @pytest.mark.parametrize(
     ("kind", "name", "mutant"),
     [
@@ -245,12 +255,45 @@ def test_without_the_mask_the_comparison_fails(
         assert np.abs(found - expected).max() > 5 * bound(path, executor)
 
 
+def see_the_rows_of_the_tile(read: Any) -> np.ndarray:
+    return np.repeat(np.array([len(TOKENS), 0], np.int32), read.n_tokens)
+
+
+def see_the_whole_past_of_the_tile(read: Any) -> np.ndarray:
+    return plan_seen(replace(read, window=Window()))
+
+
+plan_seen = cell_plan._seen
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "mutant"),
+    [
+        ("llama", "groups of two", see_the_rows_of_the_tile),
+        ("gemma3", "no window", see_the_rows_of_the_tile),
+        ("gemma3", "window 1", see_the_rows_of_the_tile),
+        ("gemma3", "window 5", see_the_rows_of_the_tile),
+        ("gemma3", "window 1", see_the_whole_past_of_the_tile),
+        ("gemma3", "window 5", see_the_whole_past_of_the_tile),
+    ],
+)
+def test_without_a_plans_edges_the_comparison_fails(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str, mutant: Any
+) -> None:  # R71
+    path = written(folder, kind, name)
+    expected = NaiveModel(path).logits(TOKENS)
+    monkeypatch.setattr(cell_plan, "_seen", mutant)
+    with running(path, attention="cells", capacity=64, run=1, read_block=1) as executor:
+        found = prefill_and_decode(executor, TOKENS, 30, 30)
+        assert np.abs(found - expected).max() > 5 * bound(path, executor)
+
+
 def test_rows_that_nobody_wrote_are_zero_and_padding_changes_nothing(folder: Path) -> None:
     """A padded read must be finite and masked: the answer over blocks of 256 rows is that over single rows."""
     path = written(folder, "llama", "tied")
     expected = NaiveModel(path).logits(TOKENS)
     with loaded(path, threads=1) as model:
-        executor = GgmlExecutor(model, None)
+        executor = GgmlExecutor(model, ExecutorOptions(attention="matmul"))
         sequence = executor.open()
         assert_close(feed(executor, sequence, TOKENS), expected, ROUNDED_KV)
         pool = executor.cache.pool

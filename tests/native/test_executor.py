@@ -49,7 +49,7 @@ def expected(model: Model) -> Any:
 
 
 @pytest.fixture
-def executor(model: Model) -> Iterator[GgmlExecutor]:
+def executor(model: Model, every_default: str) -> Iterator[GgmlExecutor]:
     with executor_over(model, capacity=64, run=4, read_block=8, max_batch_tokens=16) as executor:
         yield executor
 

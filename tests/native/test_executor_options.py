@@ -109,6 +109,7 @@ def test_a_pool_of_another_type_or_layout_is_refused(model: Model, allocations: 
     assert allocations == []
 
 
+@pytest.mark.usefixtures("every_default")
 def test_storage_starts_with_one_row_whatever_the_capacity(model: Model, allocations: list[int]) -> None:
     with executor_over(model, capacity=100_000) as executor:
         assert sum(allocations) < 7 * 4096

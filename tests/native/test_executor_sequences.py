@@ -24,6 +24,7 @@ MODES: dict[str, dict[str, Any]] = {
     "matmul, columns": {"attention": "matmul", "v_layout": "columns"},
     "matmul, rows": {"attention": "matmul", "v_layout": "rows"},
     "flash, rows": {"attention": "flash", "v_layout": "rows"},
+    "cells": {"attention": "cells"},
     "deterministic": {"deterministic": True},
 }
 
@@ -70,6 +71,7 @@ def test_prefills_and_decodes_of_several_sequences_go_in_one_step(
         assert [executor.length(sequence) for sequence in sequences] == done
 
 
+@pytest.mark.usefixtures("every_default")
 def test_tokens_of_several_sequences_may_interleave(model: Model, expected: list[np.ndarray]) -> None:
     rng = np.random.default_rng(0)
     with executor_over(model, capacity=256, run=4, read_block=8) as executor:
@@ -90,6 +92,7 @@ def test_tokens_of_several_sequences_may_interleave(model: Model, expected: list
         assert done.sum() > 100
 
 
+@pytest.mark.usefixtures("every_default")
 def test_logits_come_in_batch_order_for_the_tokens_that_want_them(model: Model, expected: list[np.ndarray]) -> None:
     with executor_over(model, capacity=64, run=4, read_block=8) as executor:
         sequence, length = executor.open(), 0
@@ -113,6 +116,7 @@ def test_logits_come_in_batch_order_for_the_tokens_that_want_them(model: Model, 
         assert np.abs(executor.forward(batch) - expected[0][[25, 27, 28]]).max() < ROUNDED
 
 
+@pytest.mark.usefixtures("every_default")
 def test_a_clone_shares_cells_and_both_go_their_own_way(
     model: Model, expected: list[np.ndarray]
 ) -> None:  # R2, R4, R63
@@ -136,6 +140,7 @@ def test_a_clone_shares_cells_and_both_go_their_own_way(
         assert np.abs(feed(executor, clone, other[32:36], 1) - want[32:36]).max() < ROUNDED
 
 
+@pytest.mark.usefixtures("every_default")
 def test_a_rewind_past_the_window_continues_as_a_cold_run(model: Model) -> None:  # R65, R103
     for chunk in (24, 1):
         with executor_over(model, capacity=128, max_batch_tokens=64) as executor:
@@ -150,6 +155,7 @@ def test_a_rewind_past_the_window_continues_as_a_cold_run(model: Model) -> None:
             assert found.tobytes() == feed(executor, cold, TOKENS[2][6:30], chunk).tobytes()
 
 
+@pytest.mark.usefixtures("every_default")
 def test_threads_with_their_own_sequences_take_turns(model: Model, expected: list[np.ndarray]) -> None:
     with executor_over(model, capacity=8 * 48, run=4, read_block=64) as executor:
         start = threading.Barrier(8)  # so that all of them are at it together
@@ -171,6 +177,7 @@ def test_threads_with_their_own_sequences_take_turns(model: Model, expected: lis
         assert executor.cache.used_cells == 0
 
 
+@pytest.mark.usefixtures("every_default")
 def test_a_finalizer_closes_later_and_twice_is_no_harm(model: Model) -> None:
     with executor_over(model, capacity=16, run=4) as executor:
         first, second = executor.open(), executor.open()
@@ -187,6 +194,7 @@ def test_a_finalizer_closes_later_and_twice_is_no_harm(model: Model) -> None:
 # Full layers read 256, 512, 768 rows. A window of 256 reads the two blocks that it lies across. One of 100 reads a block
 # of 256 rows that begins on a run of 64: that is less to read, and moves twice more.
 @pytest.mark.parametrize(("window", "most"), [(256, 4), (100, 6)])
+@pytest.mark.usefixtures("every_default")
 def test_a_long_decode_builds_few_graphs_while_its_window_slides(tmp_path: Path, window: int, most: int) -> None:
     path = write_gemma3(tmp_path / "gemma3.gguf", window=window, n_ff=32, context_length=1024)
     tokens = np.random.default_rng(1).integers(3, VOCAB, 600).tolist()
@@ -202,6 +210,7 @@ def test_a_long_decode_builds_few_graphs_while_its_window_slides(tmp_path: Path,
     assert np.abs(logits[0] - want).max() < ROUNDED
 
 
+@pytest.mark.usefixtures("every_default")
 def test_the_graphs_that_are_kept_are_bounded_by_number_and_by_bytes(model: Model) -> None:
     def sizes(max_graphs: int, max_graph_bytes: int) -> list[int]:
         options = {"max_graphs": max_graphs, "max_graph_bytes": max_graph_bytes}

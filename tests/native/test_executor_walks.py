@@ -28,6 +28,7 @@ MODES: list[dict[str, Any]] = [
     {"attention": "matmul", "v_layout": "columns"},
     {"attention": "matmul", "v_layout": "rows"},
     {"attention": "flash", "v_layout": "rows"},
+    {"attention": "cells"},
     {"deterministic": True},
 ]
 GEOMETRIES = [(1, 1), (1, 8), (4, 1), (4, 8), (16, 64), (64, 256)]

@@ -33,6 +33,7 @@ MODES: dict[str, dict[str, Any]] = {
     "matmul, columns": {"attention": "matmul", "v_layout": "columns"},
     "matmul, rows": {"attention": "matmul", "v_layout": "rows"},
     "flash, rows": {"attention": "flash", "v_layout": "rows"},
+    "cells": {"attention": "cells"},
     "matmul folded, columns": {"attention": "matmul_folded", "v_layout": "columns"},
     "flash folded, rows": {"attention": "flash_folded", "v_layout": "rows"},
     "deterministic": {"deterministic": True},
@@ -89,7 +90,8 @@ class TestBatches:
             sides.step({b: 6})
             sides.decode([a, b], 6)
             if is_eager:
-                assert sides.executor.stats()["moves"] > 0
+                # pieces cost the compiled kernel nothing, so that nothing is moved for it
+                assert (sides.executor.stats()["moves"] > 0) == (mode != {"attention": "cells"})
             else:
                 assert (pool.rows, pool.n_grown) == (36, 4)  # 1, 2, 9, 18, 36
             assert len(sides.executor.graphs) <= max_graphs

@@ -33,6 +33,8 @@ MODES: dict[str, dict[str, Any]] = {
     "rows f16": {**ROWS},
     "rows q8_0": {**ROWS, "k_type": "q8_0", "v_type": "q8_0"},
     "rows q4_0": {**ROWS, "k_type": "q4_0", "v_type": "q4_0"},
+    "cells f16": {"attention": "cells"},
+    "cells q8_0": {"attention": "cells", "k_type": "q8_0", "v_type": "q8_0"},
     "matmul over rows": {"attention": "matmul", "v_layout": "rows"},
     "deterministic": {"deterministic": True},
 }

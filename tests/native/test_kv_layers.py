@@ -28,6 +28,7 @@ MODES: dict[str, dict[str, Any]] = {
     "matmul, columns": {"attention": "matmul", "v_layout": "columns"},
     "matmul, rows": {"attention": "matmul", "v_layout": "rows"},
     "flash, rows": {"attention": "flash", "v_layout": "rows"},
+    "cells": {"attention": "cells"},
     "matmul folded, columns": {"attention": "matmul_folded", "v_layout": "columns"},
     "deterministic": {"deterministic": True},
 }

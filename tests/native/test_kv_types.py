@@ -28,6 +28,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "matmul, columns": {"attention": "matmul", "v_layout": "columns"},
     "matmul, rows": {"attention": "matmul", "v_layout": "rows"},
     "flash, rows": {"attention": "flash", "v_layout": "rows"},
+    "cells": {"attention": "cells"},
 }
 QUANTISED = ("q8_0", "q4_0")
 
@@ -37,7 +38,7 @@ QUANTISED = ("q8_0", "q4_0")
 # with flash (it rounds to f16), 3e-3, 2e-2, 5e-2 and 6e-1; allowed is less than twice that, and at least a tenth of it is
 # asked for, so that what is stored finer than asked is noticed.
 ERROR = {"f32": 6e-3, "f16": 6e-3, "bf16": 3e-2, "q8_0": 9e-2, "q4_0": 1.0}
-EXACT = 1e-5  # f32 by products
+EXACT = 1e-5  # f32 by products, and by the compiled kernel
 
 SHAPES: dict[str, dict[str, Any]] = {
     "heads of 32, not rotated": {"n_head": 2, "n_head_kv": 1, "head_size": 32},
@@ -64,7 +65,7 @@ def model(folder: Path) -> Iterator[Model]:
 
 
 def goes_together(form: str, v_type: str) -> bool:
-    return form.startswith("flash") or v_type not in QUANTISED
+    return not form.startswith("matmul") or v_type not in QUANTISED
 
 
 COMBINATIONS = [(f, k, v) for f in FORMS for k in KV_TYPES for v in KV_TYPES if goes_together(f, v)]
@@ -84,7 +85,7 @@ def test_logits_stay_as_close_to_the_definition_as_the_coarser_type_allows(
         found = np.concatenate([feed(executor, sequence, TOKENS[:30]), feed(executor, sequence, TOKENS[30:], 1)])
     error = float(np.sqrt(np.square(found - expected).mean()))
     allowed = max(ERROR[k_type], ERROR[v_type])
-    if (k_type, v_type) == ("f32", "f32") and form.startswith("matmul"):
+    if (k_type, v_type) == ("f32", "f32") and not form.startswith("flash"):
         assert error < EXACT
     else:
         assert allowed / 10 < error < allowed

@@ -32,6 +32,7 @@ N_LAYER, RANK, N_ROT = 4, 32, 8
 K, V = RANK + N_ROT, RANK  # elements
 FORMS: dict[str, dict[str, Any]] = {
     "flash, rows": {"attention": "flash", "v_layout": "rows"},
+    "cells": {"attention": "cells"},
     "matmul folded, columns": {"attention": "matmul_folded", "v_layout": "columns"},
     "flash folded, rows": {"attention": "flash_folded", "v_layout": "rows"},
     "matmul, rows": {"attention": "matmul", "v_layout": "rows"},

@@ -32,6 +32,7 @@ CASES = [("llama", F32), ("llama", Q8_0), ("gemma3", F32), ("gemma3", F16), ("ge
 MODES: dict[str, dict[str, Any]] = {
     "matmul, columns": {"attention": "matmul", "v_layout": "columns"},
     "flash, rows": {"attention": "flash", "v_layout": "rows"},
+    "cells": {"attention": "cells"},
     "deterministic": {"deterministic": True},
 }
 

@@ -33,6 +33,7 @@ BLOCK = 256  # the default read_block
 MODES: dict[str, dict[str, Any]] = {
     "matmul, columns": {"attention": "matmul", "v_layout": "columns"},
     "flash, rows": {"attention": "flash", "v_layout": "rows"},
+    "cells": {"attention": "cells"},
     "deterministic": {"deterministic": True},
 }
 executor_over = partial(executor_that_moves, compact=False)
@@ -175,6 +176,7 @@ def test_a_step_reads_what_its_session_sees_and_not_what_is_parked(
 
 
 @pytest.mark.parametrize("where", PARKED)
+@pytest.mark.usefixtures("every_default")
 def test_graphs_are_used_again_while_a_window_slides_beside_parked_cells(model: Model, where: str) -> None:
     with executor_over(model, capacity=16_384, max_graphs=8) as executor:
         sequence = PARKED[where](executor, 512)
@@ -211,6 +213,7 @@ def test_ten_thousand_sequences_and_snapshots_are_open_and_a_step_does_not_notic
     assert n_built[0] <= n_built[1]
 
 
+@pytest.mark.usefixtures("every_default")
 def test_a_clone_takes_no_cell_and_copies_no_byte_of_k_and_v(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # R63
@@ -236,7 +239,7 @@ def test_a_clone_takes_no_cell_and_copies_no_byte_of_k_and_v(
 # ---- many spans in one read
 
 SPAN_MODES = [
-    *((name, kv, kv) for name in MODES for kv in ("f32", "f16", "bf16")),
+    *((name, kv, kv) for name in MODES if name != "cells" for kv in ("f32", "f16", "bf16")),
     *(("flash, rows", k, v) for k, v in [("q8_0", "q8_0"), ("q4_0", "q4_0"), ("q8_0", "f16"), ("f16", "q4_0")]),
     *((name, "q8_0", "f16") for name in ("matmul, columns", "deterministic")),
 ]
@@ -291,6 +294,7 @@ def test_spans_in_every_form_agree_with_the_definition(tmp_path_factory: pytest.
 # ---- bytes by class of owner
 
 
+@pytest.mark.usefixtures("every_default")
 def test_bytes_are_told_by_class_of_owner_and_a_shared_cell_counts_once(model: Model) -> None:  # R43
     with executor_over(model, capacity=4096) as executor:
         cell = executor.cache.pool.bytes_per_cell

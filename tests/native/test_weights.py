@@ -117,6 +117,7 @@ def test_products_lie_rearranged_where_ggml_has_a_form_for_them(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("row", ["qwen3moe q4_0", "qwen3moe q8_0", "qwen3moe q4_k and q6_k"])
+@pytest.mark.usefixtures("in_matmul_form")
 def test_experts_lie_rearranged_where_ggml_has_a_form_for_them_and_answer_alike(row: str) -> None:
     found = []
     for repack in (True, False):

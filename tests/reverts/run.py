@@ -2,6 +2,8 @@
 
     python tests/reverts/run.py [name ...]
 
+A patch of the compiled kernel's sources has it compiled anew in the copy.
+
 A patch reverts one thing in a copy of the package; its head says in `Tests:` what to run, in `Red:` which of the groups
 (classes or functions of those tests) must have a failure, and in `At least:` how many of them (all, where it is left
 out). Without any patch the same tests must be green. Prints a table; exit code 1 when a revert was not noticed.
@@ -24,6 +26,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TIMEOUT_S = 300
+NATIVE = "+++ b/ggml_engine/native/"  # in a patch of what is compiled
 RESULT = re.compile(r"^(tests/\S+?\.py)::(.+?) (PASSED|FAILED|ERROR)\b")
 STARTED = re.compile(r"^(tests/\S+?\.py)::(.+?) ?$")
 
@@ -65,7 +68,18 @@ def group_of(test: str) -> str:
 def copy_of_the_package(into: Path) -> None:
     shutil.copytree(ROOT / "ggml_engine", into / "ggml_engine", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "tests", into / "tests", ignore=shutil.ignore_patterns("__pycache__", "reverts"))
-    shutil.copy(ROOT / "pyproject.toml", into)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):  # the build reads them all
+        shutil.copy(ROOT / name, into)
+
+
+def build_the_kernel(folder: Path) -> str:
+    """Compiles the kernel of the package in `folder` anew; what went wrong, or nothing."""
+    for compiled in (folder / "ggml_engine" / "native").glob("_cell_attention.*.*"):
+        compiled.unlink()  # or a build that fails would leave the old one
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    built = [*(folder / "ggml_engine" / "native").glob("_cell_attention.*.*")]
+    return "" if built and not done.returncode else f"does not compile: {(done.stdout + done.stderr).strip()[-500:]}"
 
 
 def run_tests(folder: Path, tests: tuple[str, ...]) -> Outcome:
@@ -105,6 +119,10 @@ def try_revert(revert: Revert) -> tuple[bool, str, Outcome | None]:
         applied = subprocess.run(apply, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
         if applied.returncode:
             return False, f"does not apply: {applied.stderr.strip()}", None
+        if NATIVE in revert.patch.read_text(encoding="utf-8"):
+            wrong = build_the_kernel(folder)
+            if wrong:
+                return False, wrong, None
         outcome = run_tests(folder, revert.tests)
     noticed = [group for group in revert.red if group in outcome.red]
     is_noticed = len(noticed) >= revert.at_least and (outcome.status == "red" or outcome.status.startswith("died"))

@@ -13,6 +13,7 @@ from naive_cells import NaiveCells
 
 from ggml_engine.errors import CacheError, PoolFullError, PositionError, StepError
 from ggml_engine.pool.cells import CellCache, Placement
+from ggml_engine.pool.read_plan import ReadKind
 from ggml_engine.pool.window import Window
 
 
@@ -22,9 +23,10 @@ class Geometry:
     run: int
     read_block: int
     windows: tuple[int | Window, ...]
+    reads: ReadKind = ReadKind.IN_BLOCKS
 
     def build(self) -> CellCache:
-        return CellCache(self.capacity, self.windows, run=self.run, read_block=self.read_block)
+        return CellCache(self.capacity, self.windows, run=self.run, read_block=self.read_block, reads=self.reads)
 
 
 def n_stretches(cells: Sequence[int]) -> int:
@@ -254,7 +256,9 @@ class Walk:
         self.check()
 
 
-def random_walk(geometry: Geometry, seed: int, n_commands: int, crowding: float = 0, moving: float = 0) -> Walk:
+def random_walk(
+    geometry: Geometry, seed: int, n_commands: int, crowding: float = 0, moving: float = 0, walk_type: type[Walk] = Walk
+) -> Walk:
     """A walk of random commands; the same seed gives the same walk.
 
     `crowding` is the chance that a command which would give up cells, or move some together, is replaced by one that
@@ -262,7 +266,7 @@ def random_walk(geometry: Geometry, seed: int, n_commands: int, crowding: float 
     sequences are moved together.
     """
     rng = random.Random(seed)
-    walk = Walk(geometry)
+    walk = walk_type(geometry)
     walk.open()
     for _ in range(n_commands):
         _random_command(walk, rng, crowding)

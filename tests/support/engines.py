@@ -23,6 +23,14 @@ from ggml_engine.ggml.llama_model import LlamaModel
 from ggml_engine.models.model import Model, load_model
 
 Logits = npt.NDArray[np.float32]
+_defaults: dict[str, Any] = {}
+
+
+@contextmanager
+def form_by_default(attention: str) -> Iterator[None]:
+    """Executors for which a test asks for no form, nor for what goes with one form only, have this one."""
+    with patch.dict(_defaults, attention=attention):
+        yield
 
 
 @contextmanager
@@ -42,6 +50,8 @@ def executor_over(model: Model, **options: Any) -> Iterator[GgmlExecutor]:
 
     Deterministic mode may have any geometry here: over short runs it is right, only not the same to the bit.
     """
+    if not {"attention", "v_layout", "v_type", "deterministic"} & options.keys():
+        options = {**_defaults, **options}
     with patch.object(executor_module, "DETERMINISTIC_GRAIN", 1):
         executor = GgmlExecutor(model, ExecutorOptions(**options))
     try:

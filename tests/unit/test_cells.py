@@ -21,6 +21,7 @@ from ggml_engine.errors import (
 from ggml_engine.pool import cells
 from ggml_engine.pool.cell_table import CellTable
 from ggml_engine.pool.cells import BatchControl, CellCache, Placement
+from ggml_engine.pool.read_plan import ReadKind
 from ggml_engine.pool.window import Window
 
 
@@ -386,7 +387,7 @@ class TestSteps:
         a, b = opened(cache, 3), opened(cache, 70)
         step = cache.declare([a, b, b])
         with monkeypatch.context() as patch:
-            patch.setattr(cells, "plan_read", plan_read)
+            patch.setitem(cells.PLANNERS, ReadKind.IN_BLOCKS, plan_read)
             before = state_of(cache)
             with pytest.raises(MemoryError):
                 step.place([3, 70, 71])

@@ -6,16 +6,24 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+from compilers import has_compiler
 
 pytestmark = pytest.mark.source_tree
 
 ROOT = Path(__file__).parents[2]
 LINKS = ("cli", "models", "pool")
+KERNEL = "ggml_engine/native/_cell_attention"
+KERNEL_SOURCES = {
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "ggml_engine" / "native").iterdir()
+    if path.suffix in {".c", ".h", ".inc"}
+}
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +31,7 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a source archive and the wheel that was built from it."""
     copy = tmp_path_factory.mktemp("source") / "tree"
     # what git would check out, links included; a build in place would leave its traces there
-    ignored = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "__pycache__", "*.gguf")
+    ignored = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "__pycache__", "*.gguf", "*.so", "*.pyd")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
     built = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(built), str(copy)]
@@ -38,13 +46,15 @@ def test_the_wheel_holds_only_the_package(archives: Path) -> None:
         names = archive.namelist()
         (entry_points,) = (archive.read(name).decode() for name in names if name.endswith("/entry_points.txt"))
         (metadata,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
-    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not wheel.name.endswith("-any.whl"), "it holds what was compiled for one Python on one platform"
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"ggml_engine"}
     package = ROOT / "ggml_engine"
     sources = {path.relative_to(ROOT).as_posix() for path in package.rglob("*.py")}
-    assert {name for name in names if name.startswith("ggml_engine/")} == sources | {
+    compiled = {f"{KERNEL}{sysconfig.get_config_var('EXT_SUFFIX')}"} if has_compiler() else set()
+    assert {name for name in names if name.startswith("ggml_engine/")} == sources | compiled | {
         "ggml_engine/py.typed",
         "ggml_engine/ggml/declarations.h",
+        f"{KERNEL}.pyi",
     }
     assert "ggml-engine = ggml_engine.cli.main:main" in entry_points
     assert "License-Expression: MIT" in metadata
@@ -59,9 +69,11 @@ def test_the_source_archive_can_run_its_tests_and_holds_no_link(archives: Path) 
     assert all(member.isfile() or member.isdir() for member in members)
     assert not {name for name in names if name.split("/")[0] in LINKS}
     assert {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "ggml_engine/ggml/declarations.h"} <= names
+    assert KERNEL_SOURCES | {"setup.py", f"{KERNEL}.pyi"} <= names
+    assert any(name.endswith(".inc") for name in KERNEL_SOURCES)
     tests = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")}
     assert tests <= names
-    assert not {name for name in names if "__pycache__" in name or name.endswith((".pyc", ".gguf"))}
+    assert not {name for name in names if "__pycache__" in name or name.endswith((".pyc", ".gguf", ".so", ".pyd"))}
 
 
 @pytest.mark.parametrize("name", LINKS)
