@@ -65,7 +65,7 @@ def best_of(row: NDArray[np.float32], need: RowNeed) -> Candidates:
     """The candidates of a row f32 [n_tokens or more] that `need` asks for, which is not the whole row."""
     logits = row[: need.n_tokens]
     if need.n_best == 1:
-        ids = logits.argmax(keepdims=True).astype(np.int32)
+        ids = np.array([logits.argmax()], np.int32)
         largest = float(logits[ids[0]])
     else:
         ids = _best_ids(logits, need.n_best)
