@@ -35,7 +35,7 @@ from ggml_engine.executor.compaction import Compaction
 from ggml_engine.executor.graph_cache import GraphCache, ReadyGraph
 from ggml_engine.executor.image import KvImage
 from ggml_engine.executor.inputs import GraphInputs, GraphKey
-from ggml_engine.executor.outputs import NeededRows, Outputs, check_needs
+from ggml_engine.executor.outputs import NeededRows, Outputs, WholeRows, check_needs
 from ggml_engine.executor.prepared import PreparedInput
 from ggml_engine.executor.protocol import Executor
 from ggml_engine.ggml.abort import AbortFlag
@@ -503,6 +503,8 @@ class GgmlExecutor(Executor):
         return found
 
     def _read_needed(self, ready: ReadyGraph, needs: Sequence[RowNeed]) -> Outputs:
+        if not any(need.n_best for need in needs):
+            return WholeRows(self._read(ready, (len(needs), self.n_vocab)), needs)
         found: list[Candidates | None] = []
         if ready.best is not None:
             found, n_bytes = ready.best.read(needs, partial(self._copied_row, ready))

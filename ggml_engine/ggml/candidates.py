@@ -68,7 +68,7 @@ def best_of(row: NDArray[np.float32], need: RowNeed) -> Candidates:
         ids = np.array([logits.argmax()], np.int32)
         largest = float(logits[ids[0]])
     else:
-        ids = _best_ids(logits, need.n_best)
+        ids = best_ids(logits, need.n_best)
         largest = float(logits[ids[0]]) if ids.size else math.nan
     # NaN is the largest for argmax, and leaves no ids else; an infinity is at one end
     if not math.isfinite(largest - float(logits.min())):
@@ -76,7 +76,7 @@ def best_of(row: NDArray[np.float32], need: RowNeed) -> Candidates:
     return Candidates(ids, logits[ids], log_sum=log_sum_exp(row) if need.log_sum else None)
 
 
-def _best_ids(logits: NDArray[np.float32], k: int) -> NDArray[np.int32]:
+def best_ids(logits: NDArray[np.float32], k: int) -> NDArray[np.int32]:
     """Where the k largest are, likeliest first, equal ones by id; fewer where there is NaN.
 
     The k-th largest of the maxima of any groups is a bound that at least k logits reach, and few others.
