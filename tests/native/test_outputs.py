@@ -255,7 +255,10 @@ def test_no_more_of_a_row_crosses_into_python_than_its_sampler_needs(
     executor = GgmlExecutor(model, ExecutorOptions(capacity=256, candidates=place))
     with Runner(executor, text) as runner:
         wanted = GenConfig(sampler=config, ignore_eos=True)
-        runner.open_session().generate_async(PROMPT, wanted, max_tokens=20).result(60)
+        session = runner.open_session()
+        handle = session.generate_async(PROMPT, wanted, max_tokens=20)
+        handle.result(60)
+        assert len(handle.tokens) == 20
         n_bytes = executor.stats()["result_bytes"]
     executor.close_all()
     assert 20 * least <= n_bytes <= 20 * most
