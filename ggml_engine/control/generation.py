@@ -133,7 +133,9 @@ class GenerationState:
         self._is_settled = False
         self.is_engine_thread = is_engine_thread
         self._on_cancel = on_cancel
-        self._changed = threading.Condition()
+        # who waits for the end is not woken by every token: that costs the engine's thread a switch
+        lock = threading.RLock()
+        self._changed, self._ended = threading.Condition(lock), threading.Condition(lock)
         self._listeners: dict[int, Callable[[], None]] = {}
         self._listener_ids = itertools.count()
 
@@ -178,6 +180,7 @@ class GenerationState:
             self.stats.reason = reason
             self._on_cancel = _ignore  # a result that is kept does not keep the scheduler
             self._changed.notify_all()
+            self._ended.notify_all()
             listeners = list(self._listeners.values())
         for listener in listeners:
             listener()
@@ -197,24 +200,24 @@ class GenerationState:
         def is_there() -> bool:
             return self.stats.reason is not None or len(self.updates) > n_seen
 
-        return self._wait_for(is_there, timeout)
+        return self._wait_for(self._changed, is_there, timeout)
 
     def wait_end(self, timeout: float | None) -> bool:
         """Until it has ended; False at the timeout."""
-        return self._wait_for(lambda: self.stats.reason is not None, timeout)
+        return self._wait_for(self._ended, lambda: self.stats.reason is not None, timeout)
 
-    def _wait_for(self, is_there: Callable[[], bool], timeout: float | None) -> bool:
+    def _wait_for(self, condition: threading.Condition, is_there: Callable[[], bool], timeout: float | None) -> bool:
         if is_there():
             return True
         if self.is_engine_thread():
             raise WouldBlockError("a callback cannot wait for a generation: its own thread has to compute it")
-        with self._changed:
+        with condition:
             deadline = None if timeout is None else time.monotonic() + timeout
             while not is_there():
                 left = _POLL_S if deadline is None else deadline - time.monotonic()
                 if left <= 0:
                     return False
-                self._changed.wait(min(left, _POLL_S))
+                condition.wait(min(left, _POLL_S))
         return True
 
     @contextlib.contextmanager

@@ -30,7 +30,8 @@ class RunnerOptions:
     (`sys.setswitchinterval`, for the whole process) to that: the engine's thread asks for Python's lock between
     forwards, and a thread that computes in Python keeps it for so long each time. None leaves it. At most
     `max_decode_sequences` sessions decode in one step (None: all that a step has room for); where there are more, they
-    take turns. Raises OptionError for what cannot be.
+    take turns. Tokens of sessions whose samplers go over whole rows are chosen by `sampling_threads` threads (None: one
+    for each processor, 4 at most), the engine's among them. Raises OptionError for what cannot be.
     """
 
     max_sessions: int = 1024
@@ -39,9 +40,10 @@ class RunnerOptions:
     victim: Victim = youngest
     switch_interval_s: float | None = 0.0005
     max_decode_sequences: int | None = None
+    sampling_threads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_sessions", "max_session_tokens", "max_decode_sequences"):
+        for name in ("max_sessions", "max_session_tokens", "max_decode_sequences", "sampling_threads"):
             value = getattr(self, name)
             if value is None and name != "max_sessions":
                 continue

@@ -12,19 +12,21 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from ggml_engine.control.draws import LEAST_WIDTH, DrawPool, default_threads
 from ggml_engine.control.generation import Generation, GenerationState, Reason, failure
 from ggml_engine.control.image_table import ImageTable
 from ggml_engine.control.options import RunnerOptions
 from ggml_engine.control.session_state import SessionState, SessionStatus
-from ggml_engine.control.step_parts import Part, Running, batch_of, checked_logits, plan_parts
+from ggml_engine.control.step_parts import Part, Running, batch_of, checked_outputs, needs_of, plan_parts, rows_of
 from ggml_engine.control.step_plan import GroupTurns, StepCost
 from ggml_engine.control.text import TextModel, TokenSampler
-from ggml_engine.control.work import Work
+from ggml_engine.control.work import Drawn, Work
 from ggml_engine.errors import (
     AbortedError,
     AllocationError,
@@ -37,6 +39,7 @@ from ggml_engine.errors import (
     SequenceLimitError,
     SessionError,
 )
+from ggml_engine.executor.outputs import Outputs
 from ggml_engine.executor.prepared import PreparedInput
 from ggml_engine.executor.protocol import Executor
 
@@ -56,6 +59,7 @@ class Scheduler(ImageTable):
             ("started", "finished", "cancelled", "failed", "shutdown", "steps", "prefill_tokens", "decode_tokens"), 0
         )
         self._clock = clock
+        self._draws = DrawPool(options.sampling_threads or default_threads())
         self._running: list[Running] = []
         self._n_turns = 0
         self._group_turns = GroupTurns()
@@ -243,6 +247,7 @@ class Scheduler(ImageTable):
         """End every generation as shut down, and close every session."""
         for running in list(self._running):
             self._end(running, Reason.SHUTDOWN)
+        self._draws.close()
         self._end_images()
         for state in self.sessions:
             with suppress(Exception):  # an executor that broke must not keep the others open
@@ -334,7 +339,8 @@ class Scheduler(ImageTable):
         """One forward of `parts`; none where a prompt is to end. Raises PoolFullError, with nothing changed."""
         if self._fail_changed(parts):
             return
-        batch = batch_of(parts)
+        n_vocab = self.executor.n_vocab
+        batch, needs = batch_of(parts), needs_of(parts, n_vocab)
         begun_at = self._clock()
         # made outside of the lock: allocating may run finalizers, which may wait for other locks
         in_forward = {part.running.work.state: part.is_prefill for part in parts}
@@ -346,7 +352,8 @@ class Scheduler(ImageTable):
             # who cancels from here on finds the forward, and who did before is found: one of the two sees the other
             if any(part.is_prefill and part.running.is_to_end for part in parts):
                 return
-            logits = checked_logits(self.executor.forward(batch), batch.n_outputs, self.executor.n_vocab)
+            found = self.executor.forward_outputs(batch, needs)
+            outputs = checked_outputs(found, len(needs), n_vocab)
         except PoolFullError:
             raise
         except AbortedError:
@@ -370,10 +377,21 @@ class Scheduler(ImageTable):
         for part in parts:
             part.running.session.tokens.extend(part.tokens.tolist())
             self._touch(part.running.session)
-        row = 0
-        for part in parts:
-            self._advance(part, logits[row : row + part.n_outputs], now)
-            row += part.n_outputs
+        rows = rows_of(parts)
+        drawn = self._draw_together(parts, outputs, rows)
+        for i, part in enumerate(parts):
+            self._advance(part, outputs, rows[i], now, drawn.get(i))
+
+    def _draw_together(
+        self, parts: list[Part], outputs: Outputs, rows: list[range]
+    ) -> dict[int, Drawn | BaseException]:
+        """By part, the tokens of those that go over whole rows, where several threads are faster than one."""
+        n_vocab = self.executor.n_vocab
+        apart = [i for i, part in enumerate(parts) if part.running.work.draws_apart(n_vocab)]
+        if len(apart) < 2 or n_vocab < LEAST_WIDTH or self._draws.n_threads < 2:
+            return {}
+        calls = [partial(parts[i].running.work.draw, outputs, rows[i][-1]) for i in apart]
+        return dict(zip(apart, self._draws.run(calls), strict=True))
 
     def _fail_changed(self, parts: list[Part]) -> bool:
         """Fail those whose prepared input is not what it was; whether there was one."""
@@ -386,12 +404,14 @@ class Scheduler(ImageTable):
                 self._fail(part.running, error)
         return found
 
-    def _advance(self, part: Part, rows: npt.NDArray[np.float32], now: float) -> None:
+    def _advance(
+        self, part: Part, outputs: Outputs, rows: range, now: float, drawn: Drawn | BaseException | None
+    ) -> None:
         running = part.running
         if running not in self._running:
             return
         try:
-            reason = running.work.advance(part.n, part.tokens, rows, now)
+            reason = running.work.advance(part.n, part.tokens, outputs, rows, now, drawn)
         except BaseException as error:
             self._fail(running, error)
         else:

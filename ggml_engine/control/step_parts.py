@@ -13,8 +13,10 @@ from ggml_engine.control.step_plan import Want, plan_step
 from ggml_engine.control.work import Work
 from ggml_engine.errors import ExecutorError
 from ggml_engine.executor.batch import Batch
+from ggml_engine.executor.outputs import Outputs, WholeRows
 from ggml_engine.executor.prepared import PreparedInput, PreparedSlice
 from ggml_engine.executor.protocol import Executor
+from ggml_engine.ggml.candidates import RowNeed
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +41,7 @@ class Part:
     running: Running
     n: int
     tokens: npt.NDArray[np.int32]
-    n_outputs: int
+    n_outputs: int  # of its last rows
     is_prefill: bool
     prepared: tuple[PreparedInput, int, int] | None = None  # the input and its positions that these rows are
 
@@ -60,30 +62,53 @@ def plan_parts(
     for running, n in zip(ready, taken, strict=True):
         if n:
             work = running.work
-            outputs = int(np.count_nonzero(work.outputs(n)))
-            parts.append(Part(running, n, work.tokens(n), outputs, not work.is_decode))
+            parts.append(Part(running, n, work.tokens(n), work.n_outputs(n), not work.is_decode))
     return parts
 
 
-def batch_of(parts: Iterable[Part]) -> Batch:
-    tokens, sequences, outputs, prepared = [], [], [], []
+def batch_of(parts: Sequence[Part]) -> Batch:
+    """The step of all parts, in their order."""
+    n_tokens = sum(part.n for part in parts)
+    tokens, sequences = np.empty(n_tokens, np.int32), np.empty(n_tokens, np.int64)
+    wanted, prepared = np.zeros(n_tokens, np.bool_), []
     row = 0
     for part in parts:
-        work = part.running.work
-        tokens.append(np.maximum(part.tokens, 0))
-        sequences.append(np.full(part.n, part.running.session.sequence, np.int64))
-        outputs.append(work.outputs(part.n))
+        end = row + part.n
+        tokens[row:end] = part.tokens
+        sequences[row:end] = part.running.session.sequence
+        wanted[end - part.n_outputs : end] = True
         if part.prepared is not None:
             prepared.append(PreparedSlice(*part.prepared, row))
-        row += part.n
-    return Batch(np.concatenate(tokens), np.concatenate(sequences), np.concatenate(outputs), prepared=tuple(prepared))
+            tokens[row:end] = 0
+        row = end
+    return Batch(tokens, sequences, wanted, prepared=tuple(prepared))
 
 
-def checked_logits(logits: object, n_outputs: int, n_vocab: int) -> npt.NDArray[np.float32]:
+def rows_of(parts: Iterable[Part]) -> list[range]:
+    """Which outputs of the step each part's are."""
+    found, first = [], 0
+    for part in parts:
+        found.append(range(first, first + part.n_outputs))
+        first += part.n_outputs
+    return found
+
+
+def needs_of(parts: Iterable[Part], n_vocab: int) -> list[RowNeed]:
+    """What is needed of every output, in batch order."""
+    return [need for part in parts for need in [part.running.work.need(n_vocab)] * part.n_outputs]
+
+
+def checked_outputs(outputs: Outputs, n_outputs: int, n_vocab: int) -> Outputs:
+    """Raises ExecutorError for whole rows that are not as many, or not as wide, as was asked for."""
+    if isinstance(outputs, WholeRows):
+        _check_logits(outputs.logits, n_outputs, n_vocab)
+    return outputs
+
+
+def _check_logits(logits: object, n_outputs: int, n_vocab: int) -> None:
     shape = getattr(logits, "shape", None)
     if not isinstance(logits, np.ndarray) or shape != (n_outputs, n_vocab):
         raise ExecutorError(
             f"an executor returned {'rows of shape ' + repr(shape) if shape else repr(type(logits).__name__)}, "
             f"asked for were {n_outputs} rows of {n_vocab}"
         )
-    return logits

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from ggml_engine.ggml.candidates import Candidates, RowNeed
 from ggml_engine.ggml.sampler import Sampler
 from ggml_engine.ggml.sampler_config import SamplerConfig
 from ggml_engine.ggml.vocab import StreamDecoder, Vocabulary
@@ -30,6 +31,18 @@ class TokenSampler(Protocol):
 
     def close(self) -> None:
         """Free what it holds; idempotent."""
+
+
+@runtime_checkable
+class CandidateSampler(TokenSampler, Protocol):
+    """A sampler that does with the best of a row, where it can."""
+
+    @property
+    def need(self) -> RowNeed:
+        """What it needs of every row."""
+
+    def sample_from(self, candidates: Candidates | None, row: Callable[[], npt.NDArray[np.float32]]) -> int:
+        """The token of `sample`, from what `need` asks for, or more; `row` gives the whole row."""
 
 
 class TokenDecoder(Protocol):

@@ -8,20 +8,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.control.generation import GenerationState, Prefill, Reason, Update
-from ggml_engine.control.logprobs import TokenLogprobs, token_logprobs
+from ggml_engine.control.logprobs import TokenLogprobs, candidate_logprobs, need_with_logprobs, token_logprobs
 from ggml_engine.control.stop import StopMatcher
-from ggml_engine.control.text import TextModel, TokenSampler
+from ggml_engine.control.text import CandidateSampler, TextModel, TokenSampler
 from ggml_engine.errors import InputError
+from ggml_engine.executor.outputs import Outputs
 from ggml_engine.executor.prepared import OPAQUE, PreparedInput
+from ggml_engine.ggml.candidates import WHOLE_ROW, RowNeed
 
 log = logging.getLogger("ggml_engine.control")
 
 _MAX_LOGIT_BYTES = 64 << 20  # rows of logits that one step may return for one prompt's log-probabilities
+
+
+class Drawn(NamedTuple):
+    """A token that was chosen, and its log-probabilities where they were asked for."""
+
+    token: int
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 class Work:
@@ -31,6 +42,8 @@ class Work:
         self.state = state
         self.request = state.request
         self.sampler = sampler
+        self._from_candidates = sampler.sample_from if isinstance(sampler, CandidateSampler) else None
+        self._need = sampler.need if isinstance(sampler, CandidateSampler) else WHOLE_ROW
         self._text = text
         self._decoder = text.decoder()
         self._matcher = StopMatcher(self.request.config.stop)
@@ -143,27 +156,46 @@ class Work:
             )
         return self._delta, start, start + n
 
-    def outputs(self, n: int) -> npt.NDArray[np.bool_]:
-        """Which of the next `n` tokens' rows it wants."""
+    def n_outputs(self, n: int) -> int:
+        """Of how many of the next `n` tokens it wants the rows; these are the last ones."""
         if not self.is_decode and self.request.config.prompt_logprobs is not None:
-            return np.ones(n, np.bool_)
-        wanted = np.zeros(n, np.bool_)
-        wanted[-1] = self._done + n >= self.n_prompt
-        return wanted
+            return n
+        return int(self._done + n >= self.n_prompt)
+
+    def need(self, n_vocab: int) -> RowNeed:
+        """What it needs of each of these rows."""
+        if not self.is_decode and self.request.config.prompt_logprobs is not None:
+            return WHOLE_ROW
+        n_top = self.request.config.logprobs
+        return self._need if n_top is None else need_with_logprobs(self._need, n_top, n_vocab)
+
+    def draws_apart(self, n_vocab: int) -> bool:
+        """Whether choosing its next token takes long, and may be done on another thread."""
+        return self._from_candidates is not None and self.is_decode and not self.need(n_vocab).n_best
 
     # ---- what came back
 
     def advance(
-        self, n: int, tokens: npt.NDArray[np.int32], rows: npt.NDArray[np.float32], now: float
+        self,
+        n: int,
+        tokens: npt.NDArray[np.int32],
+        outputs: Outputs,
+        rows: range,
+        now: float,
+        drawn: Drawn | BaseException | None = None,
     ) -> Reason | None:
-        """`n` tokens were committed; `rows` are those that `outputs` asked for. Publishes what is new.
+        """`n` tokens were committed; `rows` of `outputs` are those that it wanted. Publishes what is new.
+
+        `drawn` is what `draw` gave or raised, where that was called before.
 
         The reason when the generation is over with that. Raises what a callback or the sampler raised.
         """
         if self.is_decode:
             self.next_token = None
-            return self._sample(rows[-1], now)
-        self._note_prompt(tokens, rows)
+            if isinstance(drawn, BaseException):
+                raise drawn
+            return self._take(drawn or self.draw(outputs, rows[-1]), now)
+        self._note_prompt(tokens, outputs, rows)
         self._done += n
         stats = self.state.stats
         stats.evaluated_tokens = self._done
@@ -176,13 +208,13 @@ class Work:
             self._call(self.request.on_breakpoint, at)
         if self._done < self.n_prompt or self.state.cancel_requested:
             return None
-        return self._sample(rows[-1], now)
+        return self._take(self.draw(outputs, rows[-1]), now)
 
-    def _note_prompt(self, tokens: npt.NDArray[np.int32], rows: npt.NDArray[np.float32]) -> None:
+    def _note_prompt(self, tokens: npt.NDArray[np.int32], outputs: Outputs, wanted: range) -> None:
         n_top = self.request.config.prompt_logprobs
         if n_top is None:
             return
-        before = self._row_before
+        rows, before = outputs.rows(wanted.start, wanted.stop), self._row_before
         for i, token in enumerate(tokens.tolist()):
             found = None if before is None or token == OPAQUE else token_logprobs(before, token, n_top)
             self.state.prompt_logprobs.append(found)
@@ -191,11 +223,23 @@ class Work:
         is_last = self._done + tokens.size >= self.n_prompt
         self._row_before = None if is_last or before is None else before.copy()
 
-    def _sample(self, row: npt.NDArray[np.float32], now: float) -> Reason | None:
-        token = self.sampler.sample(row)
-        self.sampler.accept(token)
+    def draw(self, outputs: Outputs, row: int) -> Drawn:
+        """Choose a token by a row. Any thread, while nothing else happens to this generation."""
         n_top = self.request.config.logprobs
-        logprobs: tuple[TokenLogprobs, ...] = () if n_top is None else (token_logprobs(row, token, n_top),)
+        best = outputs.candidates(row)
+        if self._from_candidates is None:
+            token = self.sampler.sample(outputs.row(row))
+        else:
+            token = self._from_candidates(best, partial(outputs.row, row))
+        if n_top is None:
+            return Drawn(token, ())
+        found = None if best is None else candidate_logprobs(best, token, n_top)
+        return Drawn(token, (found or token_logprobs(outputs.row(row), token, n_top),))
+
+    def _take(self, drawn: Drawn, now: float) -> Reason | None:
+        """Go on with a token that was chosen."""
+        token, logprobs = drawn
+        self.sampler.accept(token)
         self.next_token = token
         self._count(now - self._begun_at)
         ends = self._ends(token)

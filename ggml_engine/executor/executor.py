@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Final, Literal, cast
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Final, Literal, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ import numpy.typing as npt
 from ggml_engine.errors import (
     CacheError,
     ClosedError,
+    ExecutorError,
     InputError,
     OptionError,
     PositionError,
@@ -28,16 +29,19 @@ from ggml_engine.errors import (
 )
 from ggml_engine.executor.admission import accepts_embeddings, check_batch, check_positions
 from ggml_engine.executor.batch import Batch
+from ggml_engine.executor.best_rows import MAX_NODES, BestKey, BestRows
 from ggml_engine.executor.cell_image import CellImageReader, CellImageWriter
 from ggml_engine.executor.compaction import Compaction
 from ggml_engine.executor.graph_cache import GraphCache, ReadyGraph
 from ggml_engine.executor.image import KvImage
 from ggml_engine.executor.inputs import GraphInputs, GraphKey
+from ggml_engine.executor.outputs import NeededRows, Outputs, WholeRows, check_needs
 from ggml_engine.executor.planned_rows import PlannedReading
 from ggml_engine.executor.prepared import PreparedInput
 from ggml_engine.executor.protocol import Executor
 from ggml_engine.ggml.abort import AbortFlag
 from ggml_engine.ggml.backends import Graph, get_data, host_view
+from ggml_engine.ggml.candidates import Candidates, RowNeed, best_of
 from ggml_engine.ggml.ops import GraphBuilder
 from ggml_engine.ggml.ops.experts import n_tensors_apart
 from ggml_engine.models.adapted import max_nodes
@@ -51,6 +55,8 @@ from ggml_engine.pool.kv_types import QUANTISED, KvFormat, kv_type
 from ggml_engine.pool.pool_rows import PoolRows
 from ggml_engine.pool.read_plan import ReadKind
 from ggml_engine.pool.registry import CacheConfig, build_cache
+
+T = TypeVar("T")
 
 _NODES_PER_LAYER = 72  # an upper bound for every architecture here; a graph that needs more is refused, not cut
 _NODES_OF_EXPERTS = 64  # router, products and shared experts
@@ -82,6 +88,8 @@ class ExecutorOptions:
     the newest graph's. `deterministic` makes a sequence's logits independent of what runs beside it, of how its tokens
     were cut into steps, and of where its cells lie: bit for bit, at some cost in speed (docs/determinism.md). `compact`
     moves the cells that a sequence does not share together, once reading it in pieces has cost as much as that.
+    `candidates` says where the best logits of a row are found: inside the "graph", by this process in memory of the
+    "host", or ("auto") in the graph where the rows lie on a device.
     """
 
     capacity: int = 4096
@@ -97,12 +105,15 @@ class ExecutorOptions:
     run: int = 64
     read_block: int = 256
     compact: bool = True
+    candidates: Literal["auto", "graph", "host"] = "auto"
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTION_OPTIONS:
             raise OptionError(f"attention is one of {', '.join(ATTENTION_OPTIONS)}, asked for {self.attention!r}")
         if self.v_layout not in ("auto", "rows", "columns"):
             raise OptionError(f"v_layout is auto, rows or columns, asked for {self.v_layout!r}")
+        if self.candidates not in ("auto", "graph", "host"):
+            raise OptionError(f"candidates is auto, graph or host, asked for {self.candidates!r}")
         if self.attention in _NEEDS_ROWS and self.v_layout == "columns":
             raise OptionError(f"attention {self.attention!r} reads V in rows: it cannot go with v_layout 'columns'")
         if self.deterministic and (self.attention not in ("auto", "matmul") or self.v_layout == "rows"):
@@ -199,9 +210,14 @@ class GgmlExecutor(Executor):
         self._compacts = self.options.compact and self._reading is None  # pieces cost the kernel nothing
         self._compaction = Compaction(self.cache, model.backends, self._make_room, join=self._join)
         self.graphs = GraphCache(self._build, self.options.max_graphs, self.options.max_graph_bytes)
+        on_device = model.n_offloaded > 0  # the output goes there first
+        self._finds_in_graph = self.options.candidates == "graph" or (self.options.candidates == "auto" and on_device)
+        self._current: ReadyGraph | None = None  # whose result is that of the newest step
+        self._n_steps = 0
         self._rows = PoolRows(self.cache.pool, self._make_room)
         self.n_forwarded = 0
         self.n_rows_read = 0
+        self.n_result_bytes = 0
         self.n_cells_peak = 0
         self._abort = AbortFlag(model.libraries)
         self._turn = threading.Lock()
@@ -338,6 +354,7 @@ class GgmlExecutor(Executor):
             if n_users or adapter in self._adapters.adapters:
                 what = f"{n_users} open sequences use" if n_users else "new sequences are opened with"
                 raise OptionError(f"{what} {adapter!r}")
+            self._current = None
             self.graphs.drop(lambda key: adapter in key.adapters)
             adapter.free()
 
@@ -430,7 +447,18 @@ class GgmlExecutor(Executor):
         until its sequences are rewound or closed. ClosedError after `close_all`.
         """
         with self._turn_of_caller():
-            return self._forward(batch)
+            return self._forward(batch, partial(self._read, shape=(batch.n_outputs, self.n_vocab)))
+
+    def forward_outputs(self, batch: Batch, needs: Sequence[RowNeed]) -> Outputs:
+        """As `forward`, with no more of each output than is needed: `needs` has one for each, in batch order.
+
+        On devices candidates are found in the graph, elsewhere in the memory where rows were computed. A whole row can
+        be asked for later, until the next forward (ExecutorError), and until graphs are dropped.
+        """
+        check_needs(needs, batch.n_outputs, self.n_vocab)
+        with self._turn_of_caller():
+            best = BestKey.of(needs) if self._finds_in_graph else None
+            return self._forward(batch, partial(self._read_needed, needs=needs), best=best)
 
     def forward_hidden(self, batch: Batch) -> npt.NDArray[np.float32]:
         """As `forward`, with what the output weight would be multiplied with in place of logits: f32 [outputs, n_embd].
@@ -438,9 +466,18 @@ class GgmlExecutor(Executor):
         The last layer's result after the final norm.
         """
         with self._turn_of_caller():
-            return self._forward(batch, gives_hidden=True)
+            shape = (batch.n_outputs, self.model.hp.n_embd)
+            return self._forward(batch, partial(self._read, shape=shape), gives_hidden=True)
 
-    def _forward(self, batch: Batch, *, gives_hidden: bool = False) -> npt.NDArray[np.float32]:
+    def _forward(
+        self,
+        batch: Batch,
+        read: Callable[[ReadyGraph], T],
+        *,
+        gives_hidden: bool = False,
+        best: BestKey | None = None,
+    ) -> T:
+        self._current = None
         check_batch(self, batch, self.model.hp.n_embd)
         step = self.cache.declare(batch.sequences)
         check_positions(step.positions, self.model.hp.max_positions, self.model.hp.architecture)
@@ -454,11 +491,12 @@ class GgmlExecutor(Executor):
         active = cast("tuple[Adapter, ...]", adapters.adapters)  # checked where the sequences were opened
         plans = () if self._reading is None else self._reading.plans(placement)
         key = GraphKey.of(batch, placement, self._row_tile, active, gives_hidden=gives_hidden, plans=plans)
-        ready = self.graphs.get(key)
+        ready = self.graphs.get(key if best is None else replace(key, best=best))
         ready.inputs.fill(batch, placement, adapters, plans)
         ready.graph.compute()
-        width = self.model.hp.n_embd if gives_hidden else self.model.hp.n_vocab
-        result = self._read(ready, batch.n_outputs, width)
+        self._n_steps += 1
+        self._current = ready
+        result = read(ready)
         placement.commit()
         self.n_forwarded += batch.n_tokens
         self.n_rows_read += sum(placement.rows_read)
@@ -483,19 +521,58 @@ class GgmlExecutor(Executor):
             block = self.options.read_block
             extent = min(-(-extent // block) * block, self.cache.capacity)
         if self.cache.pool.must_grow(extent):
+            self._current = None
             self.graphs.clear()
             self.cache.pool.grow(extent)
 
-    def _read(self, ready: ReadyGraph, n_outputs: int, width: int) -> npt.NDArray[np.float32]:
-        rows = np.empty((n_outputs, width), np.float32)
+    def _read(self, ready: ReadyGraph, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
+        rows = np.empty(shape, np.float32)
         if ready.result is not None:
-            # the first rows; padding comes last
-            view = ready.result_view
-            if view is None or rows.nbytes > _MAX_LOCKED_BYTES:
-                get_data(self.model.libraries, ready.result, rows)
-            else:
-                rows.data.cast("B")[:] = view[: rows.nbytes]
+            self._copy_rows(ready, rows, 0)  # the first rows; padding comes last
         return rows
+
+    def _copy_rows(self, ready: ReadyGraph, rows: npt.NDArray[np.float32], first: int) -> None:
+        """Fill `rows` [n, width] with those of the result from `first` on."""
+        assert ready.result is not None
+        view, at = ready.result_view, first * rows.shape[1] * rows.itemsize
+        if view is None or rows.nbytes > _MAX_LOCKED_BYTES:
+            get_data(self.model.libraries, ready.result, rows, at)
+        else:
+            rows.data.cast("B")[:] = view[at : at + rows.nbytes]
+        self.n_result_bytes += rows.nbytes
+
+    def _copied_row(self, ready: ReadyGraph, row: int) -> npt.NDArray[np.float32]:
+        found = np.empty(self.n_vocab, np.float32)
+        self._copy_rows(ready, found.reshape(1, -1), row)
+        return found
+
+    def _read_needed(self, ready: ReadyGraph, needs: Sequence[RowNeed]) -> Outputs:
+        if not any(need.n_best for need in needs):
+            return WholeRows(self._read(ready, (len(needs), self.n_vocab)), needs)
+        found: list[Candidates | None] = []
+        if ready.best is not None:
+            found, n_bytes = ready.best.read(needs, partial(self._copied_row, ready))
+            self.n_result_bytes += n_bytes
+        elif needs:
+            found = self._find_needed(ready, needs)
+        rows = [self._copied_row(ready, i) if each is None else each for i, each in enumerate(found)]
+        return NeededRows(rows, partial(self._row_of_step, self._n_steps))
+
+    def _find_needed(self, ready: ReadyGraph, needs: Sequence[RowNeed]) -> list[Candidates | None]:
+        """Candidates by the rows where they lie."""
+        view = ready.result_view
+        if view is None:
+            return [best_of(self._copied_row(ready, i), need) if need.n_best else None for i, need in enumerate(needs)]
+        rows = np.frombuffer(view, np.float32).reshape(-1, self.n_vocab)
+        found = [best_of(rows[i], need) if need.n_best else None for i, need in enumerate(needs)]
+        self.n_result_bytes += sum(each.n_bytes for each in found if each is not None)
+        return found
+
+    def _row_of_step(self, n_steps: int, row: int) -> npt.NDArray[np.float32]:
+        with self._turn_of_caller():
+            if self._current is None or self._n_steps != n_steps:
+                raise ExecutorError("a row of logits is asked for after what came next has taken its place")
+            return self._copied_row(self._current, row)
 
     def _build(self, key: GraphKey) -> ReadyGraph:
         hp = self.model.hp
@@ -506,7 +583,7 @@ class GgmlExecutor(Executor):
             if self.options.deterministic:
                 n_per_layer += _PRODUCTS_OF_EXPERTS * n_tensors_apart(key.n_tokens)
         n_apart = n_tensors_apart(key.n_tokens) if self.options.deterministic else 0
-        max_tensors = hp.n_layer * n_per_layer + _NODES_BESIDE + max_nodes(key.adapters, n_apart)
+        max_tensors = hp.n_layer * n_per_layer + _NODES_BESIDE + max_nodes(key.adapters, n_apart) + MAX_NODES
         weights = self.model.weights_for(key.n_tokens)
         n_outside = len(weights) + 2 * hp.n_layer + sum(2 * len(each.pairs) for each in key.adapters)
         b = GraphBuilder(self.model.libraries, max_tensors, n_outside)
@@ -532,20 +609,25 @@ class GgmlExecutor(Executor):
             result = self.model.architecture.graph(g)
             if result is not None:
                 b.output(result, "result_hidden" if key.gives_hidden else "result_logits")
+            best = BestRows(b, result, key.best) if result is not None and key.best is not None else None
             name = f"{hp.architecture} graph of {key.n_tokens} tokens over rows {key.reads}"
             graph = Graph(b, self.model.backends, name, self._abort, self.model.threads.of_step(key.n_tokens))
             # asked once for a graph: each native call gives Python's lock away
             view = None if result is None else host_view(self.model.libraries, result)
-            return ReadyGraph(graph, inputs, result, view)
+            return ReadyGraph(graph, inputs, result, view, best)
         except BaseException:
             b.free()
             raise
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start: tokens forwarded, rows read, cells moved, graphs, cells now and at most, bytes."""
+        """Counters since the start: tokens forwarded, rows read, cells moved, graphs, cells now and at most, bytes.
+
+        "result_bytes" are those of logits, candidates and hidden states that came out of graphs into Python.
+        """
         return {
             "tokens_forwarded": self.n_forwarded,
             "rows_read": self.n_rows_read,
+            "result_bytes": self.n_result_bytes,
             "moves": self._compaction.n_moves,
             "moves_failed": self._compaction.n_failed,
             "cells_moved": self._compaction.n_cells,
@@ -585,5 +667,6 @@ class GgmlExecutor(Executor):
         """Free graphs and pool; idempotent. Waits for a running step. The model stays."""
         with self._turn:
             self._closed = True
+            self._current = None
             self.graphs.clear()
             self.cache.free()

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ggml_engine.executor.best_rows import BestRows
 from ggml_engine.executor.inputs import GraphInputs, GraphKey
 from ggml_engine.ggml.backends import Graph
 from ggml_engine.ggml.ops import Tensor
@@ -19,13 +20,15 @@ from ggml_engine.ggml.ops import Tensor
 class ReadyGraph:
     """A graph with its inputs and its result: logits or hidden states, None where no token wants any.
 
-    `result_view` are the result's bytes, as long as the graph is there; None where they lie on a device.
+    `result_view` are the result's bytes, as long as the graph is there; None where they lie on a device. `best` is what
+    finds the candidates of its rows, where the key asks for any.
     """
 
     graph: Graph
     inputs: GraphInputs
     result: Tensor | None
     result_view: memoryview | None
+    best: BestRows | None = None
 
 
 class GraphCache:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from ggml_engine.errors import InputError
 from ggml_engine.executor.batch import Batch
+from ggml_engine.executor.best_rows import BestKey
 from ggml_engine.executor.input_memory import InputMemory
 from ggml_engine.executor.planned_rows import PlannedReading, PlannedRows
 from ggml_engine.executor.prepared import EmbeddingInput
@@ -57,6 +58,7 @@ class GraphKey:
     n_prepared: int = 0  # rows that are not looked up, padding included
     gives_hidden: bool = False  # in place of logits
     adapters: tuple[Adapter, ...] = ()  # whatever their scales
+    best: BestKey | None = None  # what is found in the rows of logits
 
     @classmethod
     def of(

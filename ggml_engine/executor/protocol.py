@@ -15,7 +15,9 @@ import numpy.typing as npt
 from ggml_engine.errors import InputError
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.image import ImageReader, ImageWriter, KvImage
+from ggml_engine.executor.outputs import Outputs, WholeRows, check_needs
 from ggml_engine.executor.prepared import PreparedInput
+from ggml_engine.ggml.candidates import RowNeed
 from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
 
 
@@ -146,6 +148,14 @@ class Executor(ABC):
         AbortedError after `abort`, and any other error of the computation, with the step's cells claimed until its
         sequences are rewound or closed.
         """
+
+    def forward_outputs(self, batch: Batch, needs: Sequence[RowNeed]) -> Outputs:
+        """As `forward`, with no more of each output than is needed: `needs` has one for each, in batch order.
+
+        The default computes whole rows. Raises InputError for needs that do not go with the batch, too.
+        """
+        check_needs(needs, batch.n_outputs, self.n_vocab)
+        return WholeRows(self.forward(batch), needs)
 
     def forward_hidden(self, batch: Batch) -> npt.NDArray[np.float32]:  # noqa: ARG002  # the default refuses
         """As `forward`, with the normed hidden states in place of logits: f32 [outputs, width], what embeddings are of.

@@ -1,9 +1,12 @@
 """`Sampler`: chooses the next token from logits, by libllama's samplers in llama.cpp's order.
 
-Greedy without anything that changes logits is an argmax; the chain is for the rest. With a grammar, a token is first
-drawn freely and kept if the grammar allows it; only otherwise is the grammar put to all tokens and one drawn again.
-That is llama.cpp's way: without truncation it gives the same distribution as asking the grammar first (a refused draw
-is replaced by one from the allowed ones), and it spares a walk over 262,144 tokens at almost every step.
+Greedy without anything that changes logits is an argmax. Else what changes logits runs first (`_shaping`), then what
+chooses among them (`_chain`): over candidates where that comes to the same (`sampler_needs`), else over whole rows.
+
+With a grammar, a token is first drawn freely and kept if the grammar allows it; only otherwise is the grammar put to
+all tokens and one drawn again. That is llama.cpp's way: without truncation it gives the same distribution as asking the
+grammar first (a refused draw is replaced by one from the allowed ones), and it spares a walk over 262,144 tokens at
+almost every step.
 
 Holds what it knows of the past (penalties, grammar, random numbers) for one sequence. One thread at a time.
 """
@@ -13,17 +16,19 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ggml_engine.errors import ClosedError, ComputeError, InputError, NativeError
+from ggml_engine.ggml.candidates import MAX_CANDIDATES, Candidates, RowNeed, best_of
 from ggml_engine.ggml.gbnf import check_grammar
 from ggml_engine.ggml.json_schema import schema_to_grammar
 from ggml_engine.ggml.library import ffi, load
 from ggml_engine.ggml.sampler_config import MAX_SEED, SamplerConfig
+from ggml_engine.ggml.sampler_needs import need_of
 
 if TYPE_CHECKING:
     from ggml_engine.ggml.vocab import Vocabulary
@@ -32,24 +37,34 @@ __all__ = ["Sampler", "SamplerConfig"]
 
 _CANDIDATE: Final = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])  # struct llama_token_data
 _MIROSTAT_M: Final = 100
-_BLOCK: Final = 512
+_NOTHING_LEFT: Final = "logit bias, penalties and grammar leave no token to choose"
 
 
 class _Scratch(threading.local):
-    """One candidate array per thread and vocabulary size: 3 MB for 262,144 tokens, too much for every session."""
+    """One candidate array per thread and size: 3 MB for 262,144 tokens, too much for every session."""
 
     def __init__(self) -> None:
-        self._arrays: dict[int, tuple[NDArray[Any], NDArray[np.int32], Any]] = {}
+        self._arrays: dict[int, tuple[NDArray[Any], Any, Any]] = {}
+        self._ids = np.empty(0, np.int32)
 
-    def get(self, n: int) -> tuple[NDArray[Any], NDArray[np.int32], Any]:
-        if n not in self._arrays:
-            candidates = np.zeros(n, _CANDIDATE)
-            self._arrays[n] = (
-                candidates,
-                np.arange(n, dtype=np.int32),
-                ffi.from_buffer("llama_token_data[]", candidates),
-            )
-        return self._arrays[n]
+    def fill(self, ids: NDArray[np.int32] | None, logits: NDArray[np.float32]) -> tuple[NDArray[Any], Any]:
+        """Candidates of these tokens (None: of all), and the same for libllama."""
+        n = len(logits)
+        size = max(n, MAX_CANDIDATES)
+        if size not in self._arrays:
+            made = np.zeros(size, _CANDIDATE)
+            data = ffi.from_buffer("llama_token_data[]", made)
+            self._arrays[size] = made, data, ffi.new("llama_token_data_array *")
+        candidates, data, array = self._arrays[size]
+        if ids is None:
+            if len(self._ids) < n:
+                self._ids = np.arange(n, dtype=np.int32)
+            ids = self._ids[:n]
+        candidates = candidates[:n]
+        candidates["id"] = ids
+        candidates["logit"] = logits
+        array.data, array.size, array.selected, array.sorted = data, n, -1, False  # XTC moves `data`
+        return candidates, array
 
 
 _scratch = _Scratch()
@@ -58,7 +73,8 @@ _scratch = _Scratch()
 class Sampler:
     """Chooses tokens for one sequence.
 
-    `seed` is the one in use. InputError for a grammar, a schema or a biased token that the vocabulary cannot follow.
+    `seed` is the one in use, `need` what `sample_from` is to be given of every row. InputError for a grammar, a schema
+    or a biased token that the vocabulary cannot follow.
     """
 
     def __init__(self, vocabulary: Vocabulary, config: SamplerConfig) -> None:
@@ -71,13 +87,13 @@ class Sampler:
             vocabulary.check_tokens(list(biases))
         biases.update(dict.fromkeys(vocabulary.suppressed, -math.inf))
         self._is_argmax: Final = config.is_greedy and not (biases or config.has_penalties or config.has_dry)
-        is_first_top_k = not (biases or config.has_penalties or config.has_dry or config.top_n_sigma or config.mirostat)
-        self._can_reduce: Final = is_first_top_k and not config.is_greedy and 0 < config.top_k <= 256
+        self.need: Final[RowNeed] = need_of(config, biases, vocabulary.n_tokens)
         self._n_history: Final = max(
             config.repeat_last_n if config.has_penalties else 0, config.dry_penalty_last_n if config.has_dry else 0
         )
         self._grammar: Any = self._make_grammar()
-        self._chain: Any = None if self._is_argmax else self._make_chain(biases)
+        self._shaping: Any = self._make_shaping(biases)
+        self._chain: Any = self._make_chain()
         self._is_closed = False
 
     # ---- use ----
@@ -89,11 +105,23 @@ class Sampler:
         InputError when bias and grammar leave no token of this vocabulary.
         """
         self._check_open()
-        logits = self._checked(logits)
-        token = self._draw(logits, is_free=True)
+        row = self._shaped(logits)
+        return self.sample_from(best_of(row, self.need) if self.need.n_best else None, lambda: row)
+
+    def sample_from(self, candidates: Candidates | None, row: Callable[[], NDArray[np.float32]]) -> int:
+        """As `sample`, from the candidates that `need` asks for, or more; None where it asks for the whole row.
+
+        `row` gives that: where candidates do not do, too. They come to the token that the whole row comes to.
+        """
+        self._check_open()
+        token = None
+        if candidates is not None and candidates.is_finite:
+            token = self._choose(candidates)
+        if token is None:
+            token = self._draw(self._checked(row()), is_free=True)
         if self._grammar is None or self._allows(token):
             return token
-        return self._draw(logits, is_free=False)
+        return self._draw(self._checked(row()), is_free=False)
 
     def accept(self, token: int) -> None:
         """Take a chosen token into the history. InputError for one that is none, or that the grammar forbids here."""
@@ -104,21 +132,21 @@ class Sampler:
             if not self._allows(token):
                 raise InputError(f"token {token} ({self.vocabulary.text(token)!r}) does not fit the grammar here")
             self._llama.llama_sampler_accept(self._grammar, token)
-        if self._chain is not None:
-            self._llama.llama_sampler_accept(self._chain, token)
+        if self._shaping is not None:  # what chooses has no history
+            self._llama.llama_sampler_accept(self._shaping, token)
 
     def accept_prompt(self, tokens: Sequence[int] | NDArray[np.integer[Any]]) -> None:
         """Take a sequence's earlier tokens into the history, for the penalties; the grammar begins after them."""
         self._check_open()
         ids = self.vocabulary.check_tokens(tokens)
-        if self._chain is not None and self._n_history:
+        if self._shaping is not None and self._n_history:
             for token in ids[-self._n_history :].tolist():
-                self._llama.llama_sampler_accept(self._chain, token)
+                self._llama.llama_sampler_accept(self._shaping, token)
 
     def reset(self) -> None:
         """Forget the history: grammar at its root, the same random numbers again."""
         self._check_open()
-        for part in (self._chain, self._grammar):
+        for part in (self._shaping, self._chain, self._grammar):
             if part is not None:
                 self._llama.llama_sampler_reset(part)
 
@@ -127,16 +155,17 @@ class Sampler:
         self._check_open()
         copy: Sampler = object.__new__(Sampler)
         copy.__dict__.update(self.__dict__)
+        copy._shaping = self._cloned(self._shaping)
         copy._chain = self._cloned(self._chain)
         copy._grammar = self._cloned(self._grammar)
         return copy
 
     def close(self) -> None:
         """Give the native memory back; may be called again. Other calls then raise ClosedError."""
-        for part in (self._chain, self._grammar):
+        for part in (self._shaping, self._chain, self._grammar):
             if part is not None:
                 ffi.release(part)
-        self._chain = self._grammar = None
+        self._shaping = self._chain = self._grammar = None
         self._is_closed = True
 
     def __enter__(self) -> Sampler:
@@ -148,61 +177,75 @@ class Sampler:
 
     # ---- choosing ----
 
-    def _checked(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    def _shaped(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         n = self.vocabulary.n_tokens
         if not isinstance(logits, np.ndarray) or logits.ndim != 1 or logits.dtype != np.float32 or len(logits) < n:
             found = f"{logits.dtype} {logits.shape}" if isinstance(logits, np.ndarray) else type(logits).__name__
             raise InputError(f"logits must be a float32 array of {n} or more, not {found}")
-        logits = logits[:n]
+        return logits[:n]
+
+    def _checked(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        logits = self._shaped(logits)
         # NaN reaches both ends, an infinity one of them
         if not math.isfinite(float(logits.max()) - float(logits.min())):
             n_bad = int(np.count_nonzero(~np.isfinite(logits)))
-            raise ComputeError(f"non-finite logits: {n_bad} of {n} (bad weights, or an overflow in the graph)")
+            raise ComputeError(
+                f"non-finite logits: {n_bad} of {len(logits)} (bad weights, or an overflow in the graph)"
+            )
         return logits
 
+    def _choose(self, best: Candidates) -> int | None:
+        """The token that the whole row comes to, by its best logits; None where equal ones leave the order open."""
+        if self._is_argmax:
+            return int(best.ids[0])
+        candidates, array = _scratch.fill(best.ids, best.logits)
+        if self._shaping is not None:
+            self._llama.llama_sampler_apply(self._shaping, array)
+        if self.config.is_greedy:
+            return self._likeliest(candidates)
+        if self._shaping is not None:
+            candidates[:] = candidates[np.argsort(-candidates["logit"], kind="stable")]
+        k = self.config.top_k
+        values = candidates["logit"][: k + 1]
+        if not bool((values[:-1] > values[1:]).all()):
+            return None
+        # in this order, `sorted` only spares the work that leads to the same order again
+        array.size, array.sorted = k, True
+        self._llama.llama_sampler_apply(self._chain, array)
+        return self._selected(array)
+
     def _draw(self, logits: NDArray[np.float32], *, is_free: bool) -> int:
+        """A token by the whole row, of those that the grammar allows or of all."""
         if self._is_argmax and is_free:
             return int(logits.argmax())
-        candidates, ids, data = _scratch.get(len(logits))
-        top = self._top(logits) if self._can_reduce and is_free else None
-        n = len(logits) if top is None else len(top)
-        candidates["id"][:n] = ids if top is None else top
-        candidates["logit"][:n] = logits if top is None else logits[top]
-        # in this order, `sorted` only spares the work that leads to the same order again
-        array = ffi.new(
-            "llama_token_data_array *", {"data": data, "size": n, "selected": -1, "sorted": top is not None}
-        )
+        candidates, array = _scratch.fill(None, logits)
         if self._grammar is not None and not is_free:
             self._llama.llama_sampler_apply(self._grammar, array)
             if candidates["logit"].max() == -np.inf:
                 raise InputError("the grammar allows no token of this vocabulary here")
-        if self._chain is not None:
-            self._llama.llama_sampler_apply(self._chain, array)
-        # nothing in a greedy chain reorders or drops candidates
-        index = int(candidates["logit"].argmax()) if self.config.is_greedy else array.selected
-        if not 0 <= index < array.size:
+        if self._shaping is not None:
+            self._llama.llama_sampler_apply(self._shaping, array)
+        if self.config.is_greedy:
+            return self._likeliest(candidates)
+        self._llama.llama_sampler_apply(self._chain, array)
+        return self._selected(array)
+
+    def _likeliest(self, candidates: NDArray[Any]) -> int:
+        """The largest logit after all that changes any, the first in the vocabulary of equal ones."""
+        logits = candidates["logit"]
+        largest = logits.max()
+        if not math.isfinite(float(largest)):
+            raise InputError(_NOTHING_LEFT)
+        return int(candidates["id"][logits == largest].min())
+
+    @staticmethod
+    def _selected(array: Any) -> int:
+        if not 0 <= array.selected < array.size:
             raise NativeError("libllama's samplers chose no token")
-        chosen = array.data[index]
+        chosen = array.data[array.selected]
         if not math.isfinite(chosen.logit):
-            raise InputError("logit bias, penalties and grammar leave no token to choose")
+            raise InputError(_NOTHING_LEFT)
         return int(chosen.id)
-
-    def _top(self, logits: NDArray[np.float32]) -> NDArray[np.int64] | None:
-        """The `top_k` likeliest tokens, likeliest first, or None when equal logits leave their order open.
-
-        What libllama's top-k gives, without filling an array of all tokens: the k-th largest of the blocks' maxima is
-        a bound that at least k logits reach, and few others.
-        """
-        k = min(self.config.top_k, len(logits))
-        n_blocks = len(logits) // _BLOCK
-        if n_blocks <= k:
-            return None
-        maxima = logits[: n_blocks * _BLOCK].reshape(n_blocks, _BLOCK).max(axis=1)
-        bound = np.partition(maxima, n_blocks - k)[n_blocks - k]
-        found = np.flatnonzero(logits >= bound)
-        found = found[np.argsort(-logits[found], kind="stable")]
-        values = logits[found[: k + 1]]
-        return found[:k] if bool((values[:-1] > values[1:]).all()) else None
 
     def _allows(self, token: int) -> bool:
         one = ffi.new("llama_token_data *", (token, 1.0, 0.0))
@@ -243,26 +286,34 @@ class Sampler:
             )
         return self._owned(made)
 
-    def _make_chain(self, biases: dict[int, float]) -> Any:
-        llama, config, n_tokens = self._llama, self.config, self.vocabulary.n_tokens
-        chain = self._owned(llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params()))
+    def _make_shaping(self, biases: dict[int, float]) -> Any:
+        """What changes logits and has a history; None where nothing does."""
         parts = []
         if biases:
             table = ffi.new("llama_logit_bias[]", [*biases.items()])
-            parts.append(llama.llama_sampler_init_logit_bias(n_tokens, len(biases), table))
-        if config.mirostat and not config.is_greedy:
-            parts.append(llama.llama_sampler_init_temp(config.temperature))
-            tau, eta = config.mirostat_tau, config.mirostat_eta
-            if config.mirostat == 1:
-                parts.append(llama.llama_sampler_init_mirostat(n_tokens, self.seed, tau, eta, _MIROSTAT_M))
-            else:
-                parts.append(llama.llama_sampler_init_mirostat_v2(self.seed, tau, eta))
-        else:
+            parts.append(self._llama.llama_sampler_init_logit_bias(self.vocabulary.n_tokens, len(biases), table))
+        if self.config.is_greedy or not self.config.mirostat:
             parts += self._make_penalties()
-            if not config.is_greedy:
-                parts += self._make_draws()
+        return self._chained(parts) if parts else None
+
+    def _make_chain(self) -> Any:
+        """What chooses; None where that is the largest logit."""
+        llama, config, n_tokens = self._llama, self.config, self.vocabulary.n_tokens
+        if config.is_greedy:
+            return None
+        if not config.mirostat:
+            return self._chained(self._make_draws())
+        tau, eta = config.mirostat_tau, config.mirostat_eta
+        if config.mirostat == 1:
+            chooser = llama.llama_sampler_init_mirostat(n_tokens, self.seed, tau, eta, _MIROSTAT_M)
+        else:
+            chooser = llama.llama_sampler_init_mirostat_v2(self.seed, tau, eta)
+        return self._chained([llama.llama_sampler_init_temp(config.temperature), chooser])
+
+    def _chained(self, parts: Sequence[Any]) -> Any:
+        chain = self._owned(self._llama.llama_sampler_chain_init(self._llama.llama_sampler_chain_default_params()))
         for part in parts:
-            llama.llama_sampler_chain_add(chain, part)
+            self._llama.llama_sampler_chain_add(chain, part)
         return chain
 
     def _make_penalties(self) -> list[Any]:

@@ -118,6 +118,35 @@ def test_transpose_swaps_the_first_two() -> None:
     close(evaluate(lambda bench: bench.builder.cont(bench.builder.transpose(bench.input(a)))), a.transpose(0, 2, 1))
 
 
+def test_argmax_and_largest_find_the_largest_of_each_row() -> None:
+    a = random(5, 300)
+    found = evaluate(lambda bench: bench.builder.argmax(bench.input(a)), n_threads=2)
+    np.testing.assert_array_equal(found, a.argmax(-1))
+    for k in (1, 7, 300):
+        found = evaluate(lambda bench, k=k: bench.builder.largest(bench.input(a), k), n_threads=2)
+        np.testing.assert_array_equal(np.sort(found, -1), np.sort(np.argsort(-a, -1)[:, :k], -1))
+
+
+def test_argmax_and_largest_of_rows_with_nan_give_numbers_of_the_row() -> None:
+    # what they index lies in memory: one that is out of range would be read
+    rng = np.random.default_rng(5)
+    a = random(64, 300)
+    a[rng.random(a.shape) < rng.choice([0.01, 0.3, 1.0], size=(64, 1))] = np.nan
+    for found in (
+        evaluate(lambda bench: bench.builder.argmax(bench.input(a))),
+        evaluate(lambda bench: bench.builder.largest(bench.input(a), 50)),
+    ):
+        assert found.min() >= 0
+        assert found.max() < 300
+
+
+def test_step_tells_what_is_above_zero() -> None:
+    a = np.array([[-1.0, -0.0, 0.0, 1e-30, 2.0, np.nan, np.inf, -np.inf]], np.float32)
+    close(
+        evaluate(lambda bench: bench.builder.step(bench.input(a))), np.array([0, 0, 0, 1, 1, 0, 1, 0], np.float32), 0.0
+    )
+
+
 def test_sum_rows_sums_each_row() -> None:
     a = random(2, 3, 4, 9)
     close(evaluate(lambda bench: bench.builder.sum_rows(bench.input(a))), a.sum(-1, dtype=np.float64, keepdims=True))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from ggml_engine.ggml.ops.activations import ActivationOps
 from ggml_engine.ggml.ops.arithmetic import ArithmeticOps
 from ggml_engine.ggml.ops.attention import AttentionOps
+from ggml_engine.ggml.ops.candidates import CandidateOps
 from ggml_engine.ggml.ops.cells import CellOps
 from ggml_engine.ggml.ops.experts import ExpertOps
 from ggml_engine.ggml.ops.products import ProductOps
@@ -32,5 +33,7 @@ __all__ = [
 ]
 
 
-class GraphBuilder(ArithmeticOps, ActivationOps, ProductOps, ExpertOps, RowOps, AttentionOps, CellOps, RopeOps):
+class GraphBuilder(
+    ArithmeticOps, ActivationOps, ProductOps, ExpertOps, RowOps, AttentionOps, CellOps, RopeOps, CandidateOps
+):
     """Builds one graph. Every operation takes a name for its result, as a builder of llama.cpp names its nodes."""

@@ -50,6 +50,10 @@ class ActivationOps(GraphContext):
         """max(x, 0)."""
         return self._unary("relu", self.base.ggml_relu, a, name)
 
+    def step(self, a: Tensor, name: str = "") -> Tensor:
+        """1 where x > 0, else 0, of NaN too."""
+        return self._unary("step", self.base.ggml_step, a, name)
+
     def softplus(self, a: Tensor, name: str = "") -> Tensor:
         """log(1 + exp(x)); x itself above 20."""
         return self._unary("softplus", self.base.ggml_softplus, a, name)
