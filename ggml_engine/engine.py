@@ -87,6 +87,7 @@ class Engine:
         attention: AttentionOption = "auto",
         max_batch_tokens: int = 512,
         deterministic: bool = False,
+        calibrate: bool = True,
         adapters: Sequence[tuple[str | os.PathLike[str], float]] = (),
     ) -> Engine:
         """Load a GGUF model: `path` is a file or a known name ("smollm2", "gemma3-270m").
@@ -96,7 +97,9 @@ class Engine:
         this thread; `cancel()` is asked between tensors, and true raises CancelledError. `mmap=False` copies the file
         first, for files that may change meanwhile. `cache_kind` "batched_cell" holds many sessions, "sequence" one at a
         time, which cannot be cloned. `deterministic` makes logits independent of what runs beside a sequence and of how
-        its tokens were cut into steps (docs/determinism.md). `adapters` are LoRA files with their scales: what is
+        its tokens were cut into steps (docs/determinism.md). `calibrate` lets attention "auto" choose by times that
+        were measured on this machine, and measures them once, while the engine has nothing to do after its first
+        answer; the next engine knows of them. `adapters` are LoRA files with their scales: what is
         generated is computed with them, but for sessions that are given others.
 
         `engine` "native" computes with the graphs of this package, "llama" with libllama's own context, "auto" natively
@@ -136,6 +139,7 @@ class Engine:
                 attention=attention,
                 max_batch_tokens=max_batch_tokens,
                 deterministic=deterministic,
+                calibrate=calibrate,
                 adapters=adapters,
             )
             undo.callback(loaded.executor.model.free)
@@ -314,6 +318,15 @@ class Engine:
                 eos_token="" if vocabulary.eos is None else vocabulary.text(vocabulary.eos),
             )
         return self._template
+
+    def calibrate(self) -> None:
+        """Measure now, between other work, what `calibrate` of `load` would measure later: some seconds, or nothing.
+
+        Nothing where it is known already, or where nothing is chosen by it. Not in a callback (WouldBlockError).
+        """
+        runner = self.runner()
+        while runner.compute_async(lambda executor: executor.do_idle_work()).result():
+            pass
 
     # ---- lifecycle
 

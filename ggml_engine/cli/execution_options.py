@@ -119,6 +119,13 @@ execution_options = together(
         help="The same bits however the tokens are cut into steps; slower.",
     ),
     option(
+        "--calibrate/--no-calibrate",
+        section=EXECUTION,
+        default=True,
+        show_default=True,
+        help="Let --attention auto choose by times measured on this machine, once, while there is nothing to do.",
+    ),
+    option(
         "--lora",
         "adapters",
         section=EXECUTION,
@@ -130,7 +137,7 @@ execution_options = together(
 )
 LOAD_OPTIONS: Final = (
     "engine", "ctx", "threads", "device", "gpu_layers", "mmap", "kv_type", "cache_kind", "attention",
-    "max_batch_tokens", "deterministic", "adapters",
+    "max_batch_tokens", "deterministic", "calibrate", "adapters",
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from ggml_engine.errors import (
     UnknownSequenceError,
 )
 from ggml_engine.executor.admission import accepts_embeddings, check_batch, check_positions
+from ggml_engine.executor.attention_plan import AttentionPlan
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.cell_image import CellImageReader, CellImageWriter
 from ggml_engine.executor.compaction import Compaction
@@ -46,7 +47,7 @@ from ggml_engine.models.attention import ATTENTION_OPTIONS, AttentionForm, Atten
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.model import Model
 from ggml_engine.pool.cells import CellCache
-from ggml_engine.pool.kv_types import QUANTISED, KvFormat, kv_type
+from ggml_engine.pool.kv_types import QUANTISED, KvFormat, VLayout, kv_type
 from ggml_engine.pool.pool_rows import PoolRows
 from ggml_engine.pool.registry import CacheConfig, build_cache
 
@@ -79,7 +80,8 @@ class ExecutorOptions:
     them. `max_graph_bytes` bounds the working memory kept beside the newest graph's. `deterministic` makes a sequence's
     logits independent of what runs beside it, of how its tokens were cut into steps, and of where its cells lie: bit
     for bit, at some cost in speed (docs/determinism.md). `compact` moves the cells that a sequence does not share
-    together, once reading it in pieces has cost as much as that.
+    together, once reading it in pieces has cost as much as that. `calibrate` lets "auto" choose by times that were
+    measured on this machine, and measures them while there is nothing else to do (docs/performance.md).
     """
 
     capacity: int = 4096
@@ -95,6 +97,7 @@ class ExecutorOptions:
     run: int = 64
     read_block: int = 256
     compact: bool = True
+    calibrate: bool = False
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTION_OPTIONS:
@@ -111,24 +114,27 @@ class ExecutorOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionError(f"{name} must be a positive integer, is {value!r}")
-        if not isinstance(self.compact, bool):
-            raise OptionError(f"compact is True or False, is {self.compact!r}")
+        for name in ("compact", "calibrate"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name} is True or False, is {getattr(self, name)!r}")
         if self.deterministic and (self.run % DETERMINISTIC_GRAIN or self.read_block % DETERMINISTIC_GRAIN):
             raise OptionError(
                 f"deterministic mode needs run and read_block in multiples of {DETERMINISTIC_GRAIN}, "
                 f"they are {self.run} and {self.read_block}"
             )
 
-    def resolve(self, device_kind: str) -> tuple[AttentionForm, KvFormat]:
+    def resolve(self, device_kind: str, usual_layout: VLayout = "columns") -> tuple[AttentionForm, KvFormat]:
         """The form and storage that the options stand for on a kind of device.
 
-        Raises OptionError for what cannot go together.
+        `usual_layout` is what V is laid out in on a CPU where both can be; "auto" gives the plain form over it. Raises
+        OptionError for what cannot go together.
         """
         k_type, v_type = kv_type(self.k_type), kv_type(self.v_type)
         if self.deterministic:
             form = AttentionForm.MATMUL
         elif self.attention == "auto":
-            needs_rows = self.v_layout == "rows" or v_type in QUANTISED or device_kind != "cpu"
+            wanted = usual_layout if self.v_layout == "auto" else self.v_layout
+            needs_rows = wanted == "rows" or v_type in QUANTISED or device_kind != "cpu"
             form = AttentionForm.MATMUL if self.v_layout == "columns" or not needs_rows else AttentionForm.FLASH
         else:
             form = AttentionForm(self.attention)
@@ -151,7 +157,9 @@ class GgmlExecutor(Executor):
         self.model = model
         self._adapters = self._checked(adapters)
         self._adapters_of: dict[int, AdapterSet] = {}  # by sequence, of those that have some
-        self.form, self._kv_format = self.options.resolve(model.layer_backends[-1].device.kind)
+        self.attention = AttentionPlan(model, self.options)
+        self.form = self.attention.form  # of all steps; in auto the plain one of the two that steps may have
+        self._kv_format = self.attention.kv_format
         self.cache = build_cache(
             self.options.cache_kind,
             CacheConfig(
@@ -222,7 +230,12 @@ class GgmlExecutor(Executor):
         o = self.options
         kinds = [backend.device.kind for backend in self.model.layer_backends]
         is_long = 0 < self.model.hp.n_ctx_long < self.capacity  # other factors of rotation
-        how = (self.form, self._kv_format, o.deterministic, o.run, o.read_block, o.cache_kind, kinds, is_long)
+        # what auto takes may change with what was measured; it changes K and V by their last digits only
+        stored: object = self._kv_format
+        if self.attention.table is not None:
+            stored = (self._kv_format.k_type, self._kv_format.v_type, o.v_layout, self.bytes_per_cell)
+        form = self.form if self.attention.table is None else o.attention
+        how = (form, stored, o.deterministic, o.run, o.read_block, o.cache_kind, kinds, is_long)
         return hashlib.sha256(f"{self.model.fingerprint}\n{how!r}\n".encode()).hexdigest()
 
     @property
@@ -235,8 +248,8 @@ class GgmlExecutor(Executor):
             "architecture": self.model.hp.architecture,
             "k_type": o.k_type,
             "v_type": o.v_type,
-            "v_layout": self._kv_format.v_layout,
-            "attention": self.form.value,
+            "v_layout": self._kv_format.v_layout if self.attention.table is None else o.v_layout,
+            "attention": self.form.value if self.attention.table is None else "auto",
             "cache_kind": o.cache_kind,
             "run": str(o.run),
             "deterministic": str(o.deterministic).lower(),
@@ -417,7 +430,8 @@ class GgmlExecutor(Executor):
         placement = step.place(positions)
         self._make_room(placement.extent)
         active = cast("tuple[Adapter, ...]", adapters.adapters)  # checked where the sequences were opened
-        key = GraphKey.of(batch, placement, self._row_tile, active, gives_hidden=gives_hidden)
+        form = self.attention.form_of(batch.n_tokens, placement.rows_read)
+        key = GraphKey.of(batch, placement, self._row_tile, active, gives_hidden=gives_hidden, form=form)
         ready = self.graphs.get(key)
         ready.inputs.fill(batch, placement, adapters)
         ready.graph.compute()
@@ -483,7 +497,7 @@ class GgmlExecutor(Executor):
                 key.n_outputs,
                 self.capacity,
                 inputs,
-                self.form,
+                key.form,
                 inputs.prepared,
                 rows_apart=self.options.deterministic,
                 ends_at_norm=key.gives_hidden,
@@ -500,6 +514,13 @@ class GgmlExecutor(Executor):
         except BaseException:
             b.free()
             raise
+
+    # ---- what can wait
+
+    def do_idle_work(self) -> bool:
+        """A slice of measuring attention, where that was asked for and never done here; whether there is more."""
+        with self._turn_of_caller():
+            return self.attention.measure_some()
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start: tokens forwarded, rows read, cells moved, graphs, cells now and at most, bytes."""
@@ -544,5 +565,6 @@ class GgmlExecutor(Executor):
         """Free graphs and pool; idempotent. Waits for a running step. The model stays."""
         with self._turn:
             self._closed = True
+            self.attention.free()
             self.graphs.clear()
             self.cache.free()

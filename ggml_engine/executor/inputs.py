@@ -26,7 +26,7 @@ from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.adapted import AdaptedProducts
 from ggml_engine.models.adapter import Adapter
 from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
-from ggml_engine.models.attention import KvRows
+from ggml_engine.models.attention import AttentionForm, KvRows
 from ggml_engine.models.blocks import OfPositions, PreparedRows
 from ggml_engine.pool.cells import Placement
 from ggml_engine.pool.kv_types import hadamard
@@ -50,6 +50,7 @@ class GraphKey:
     n_prepared: int = 0  # rows that are not looked up, padding included
     gives_hidden: bool = False  # in place of logits
     adapters: tuple[Adapter, ...] = ()  # whatever their scales
+    form: AttentionForm = AttentionForm.MATMUL
 
     @classmethod
     def of(
@@ -60,6 +61,7 @@ class GraphKey:
         adapters: tuple[Adapter, ...] = (),
         *,
         gives_hidden: bool = False,
+        form: AttentionForm = AttentionForm.MATMUL,
     ) -> GraphKey:
         """The key of a step; one without outputs has the same, whatever it would give."""
         reads = tuple(tuple(read.spans) for read in placement.reads)
@@ -70,7 +72,7 @@ class GraphKey:
             n_prepared = _padded(_prepared_rows(batch, n_tokens).size, row_tile)
         selects = 0 < n_outputs < batch.n_tokens
         gives_hidden = gives_hidden and n_outputs > 0
-        return cls(n_tokens, _padded(n_outputs, row_tile), selects, reads, n_prepared, gives_hidden, adapters)
+        return cls(n_tokens, _padded(n_outputs, row_tile), selects, reads, n_prepared, gives_hidden, adapters, form)
 
 
 def _padded(n: int, tile: int) -> int:

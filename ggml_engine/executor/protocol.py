@@ -132,6 +132,12 @@ class Executor(ABC):
         """
         return None
 
+    # ---- what can wait
+
+    def do_idle_work(self) -> bool:
+        """Work that can wait, 50 ms of it at most; whether there is more. Called when nobody waits for anything."""
+        return False
+
     # ---- steps
 
     def accepts(self, prepared: PreparedInput) -> bool:  # noqa: ARG002  # the default knows no kind

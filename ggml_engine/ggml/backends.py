@@ -102,6 +102,7 @@ class Backend:
     def __init__(self, libraries: Libraries, device: Device, n_threads: int | None = None) -> None:
         self.libraries = libraries
         self.device = device
+        self.n_threads = 1
         self._abort: AbortFlag | None = None  # what the native side has a pointer to
         self._ptr = libraries.base.ggml_backend_dev_init(device.ptr, ffi.NULL)
         if self._ptr == ffi.NULL:
@@ -123,6 +124,7 @@ class Backend:
         address = _proc_address(self.libraries, self.device, b"ggml_backend_set_n_threads")
         if address is not None:
             ffi.cast("ggml_backend_set_n_threads_t", address)(self.ptr, n_threads)
+            self.n_threads = n_threads
 
     def set_abort_flag(self, flag: AbortFlag | None) -> None:
         """Let `flag` stop the next graphs, or nothing (None). Does nothing where the device has no such thing."""
