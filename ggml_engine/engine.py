@@ -90,6 +90,7 @@ class Engine:
         attention: AttentionOption = "auto",
         max_batch_tokens: int = 512,
         deterministic: bool = False,
+        calibrate: bool = False,
         adapters: Sequence[tuple[str | os.PathLike[str], float]] = (),
         prefill_weights: PrefillLayout = "off",
     ) -> Engine:
@@ -102,8 +103,10 @@ class Engine:
         this thread; `cancel()` is asked between tensors, and true raises CancelledError. `mmap=False` copies the file
         first, for files that may change meanwhile. `cache_kind` "batched_cell" holds many sessions, "sequence" one at a
         time, which cannot be cloned. `deterministic` makes logits independent of what runs beside a sequence and of how
-        its tokens were cut into steps (docs/determinism.md). `adapters` are LoRA files with their scales: what is
-        generated is computed with them, but for sessions that are given others. `prefill_weights` keeps the layers'
+        its tokens were cut into steps (docs/determinism.md). `calibrate` lets attention "auto" choose by times measured
+        on this machine, and measures them once, while the engine has nothing to do after its first answer: engines that
+        are loaded with it later know of them (docs/performance.md). `adapters` are LoRA files with their scales: what
+        is generated is computed with them, but for sessions that are given others. `prefill_weights` keeps the layers'
         quantised matrices a second time, in a type whose products are faster for many tokens, and computes steps of 16
         tokens and more with these: other last digits, and more memory (docs/performance.md).
 
@@ -146,6 +149,7 @@ class Engine:
                 attention=attention,
                 max_batch_tokens=max_batch_tokens,
                 deterministic=deterministic,
+                calibrate=calibrate,
                 adapters=adapters,
                 prefill_weights=prefill_weights,
             )
@@ -325,6 +329,17 @@ class Engine:
                 eos_token="" if vocabulary.eos is None else vocabulary.text(vocabulary.eos),
             )
         return self._template
+
+    def calibrate(self) -> None:
+        """Measure now, between other work, what `calibrate` of `load` would measure later: some seconds, or nothing.
+
+        Nothing where it is known already, or where nothing is chosen by it. This engine's forms stay; engines that are
+        loaded with `calibrate=True` from now on know the times. Not in a callback (WouldBlockError).
+        """
+        runner = self.runner()
+        runner.compute_async(lambda executor: executor.want_idle_work()).result()
+        while runner.compute_async(lambda executor: executor.do_idle_work()).result():
+            pass
 
     # ---- lifecycle
 

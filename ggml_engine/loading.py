@@ -69,6 +69,7 @@ def load_executor(
     attention: AttentionOption = "auto",
     max_batch_tokens: int = 512,
     deterministic: bool = False,
+    calibrate: bool = False,
     adapters: Iterable[tuple[str | os.PathLike[str], float]] = (),
     prefill_weights: PrefillLayout = "off",
 ) -> LoadedExecutor:
@@ -137,6 +138,7 @@ def load_executor(
             v_type=kv_type,
             cache_kind=cache_kind,
             deterministic=deterministic,
+            calibrate=calibrate,
         )
         native_options = replace(native_options, capacity=ctx or _capacity(model, native_options))
         executor, loaded = _adapted(model, native_options, scaled)

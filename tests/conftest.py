@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import pytest
 
+os.environ["GGML_ENGINE_CALIBRATION"] = "off"  # no test depends on what a machine measured; children inherit it
+
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 

@@ -145,6 +145,13 @@ execution_options = together(
         help="Quantised weights a second time, as this type, for steps of 16 tokens and more: faster, in more memory.",
     ),
     option(
+        "--calibrate/--no-calibrate",
+        section=EXECUTION,
+        default=False,
+        show_default=True,
+        help="Let --attention auto choose by times measured on this machine, once, while there is nothing to do.",
+    ),
+    option(
         "--lora",
         "adapters",
         section=EXECUTION,
@@ -157,6 +164,7 @@ execution_options = together(
 LOAD_OPTIONS: Final = (
     "engine", "ctx", "threads", "threads_batch", "leave_cores", "device", "gpu_layers", "mmap", "kv_type", "cache_kind",
     "attention", "max_batch_tokens", "deterministic", "adapters", "prefill_weights",
+    "calibrate",
 )  # fmt: skip
 
 

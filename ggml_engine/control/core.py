@@ -176,7 +176,8 @@ class Core:
     def _wait_for_call(self, *, may_wait: bool) -> None:
         """Sleep until there is something to do where that may be, and forget who called so far."""
         while may_wait and not self._commands and not self._is_stopping:
-            self._calls.get()
+            if not self.scheduler.do_idle_work():
+                self._calls.get()
         for _ in range(self._calls.qsize()):  # these came before what is looked at next
             self._calls.get()
 

@@ -66,6 +66,7 @@ class Scheduler(ImageTable):
         self._in_forward: dict[GenerationState, bool] = {}  # whether its rows are a prefill
         self._abort_lock = threading.RLock()  # a finalizer may come while its own thread holds it
         self._aborts_all = False
+        self._has_idle_work = True
         self._is_over = False
         self._count_lock = threading.Lock()  # what comes after the end is settled on its caller's thread
 
@@ -272,6 +273,20 @@ class Scheduler(ImageTable):
             except PoolFullError:
                 if not self._evict_snapshot():
                     raise
+
+    def do_idle_work(self) -> bool:
+        """A slice of the executor's work that can wait; whether there is more. None before a generation has ended.
+
+        The caller looks for commands between two slices. What fails is not tried again.
+        """
+        if not self._has_idle_work or self._running or not self.counts["finished"]:
+            return False
+        try:
+            self._has_idle_work = self.executor.do_idle_work()
+        except Exception:
+            log.exception("the executor's idle work failed")
+            self._has_idle_work = False
+        return self._has_idle_work
 
     # ---- a step
 

@@ -28,6 +28,7 @@ from ggml_engine.errors import (
     UnknownSequenceError,
 )
 from ggml_engine.executor.admission import accepts_embeddings, check_batch, check_positions
+from ggml_engine.executor.attention_plan import AttentionPlan
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.best_rows import MAX_NODES, BestKey, BestRows
 from ggml_engine.executor.cell_image import CellImageReader, CellImageWriter
@@ -36,7 +37,6 @@ from ggml_engine.executor.graph_cache import GraphCache, ReadyGraph
 from ggml_engine.executor.image import KvImage
 from ggml_engine.executor.inputs import GraphInputs, GraphKey
 from ggml_engine.executor.outputs import NeededRows, Outputs, WholeRows, check_needs
-from ggml_engine.executor.planned_rows import PlannedReading
 from ggml_engine.executor.prepared import PreparedInput
 from ggml_engine.executor.protocol import Executor
 from ggml_engine.ggml.abort import AbortFlag
@@ -51,9 +51,8 @@ from ggml_engine.models.attention import ATTENTION_OPTIONS, AttentionForm, Atten
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.model import Model
 from ggml_engine.pool.cells import CellCache
-from ggml_engine.pool.kv_types import QUANTISED, KvFormat, kv_type
+from ggml_engine.pool.kv_types import QUANTISED, KvFormat, VLayout, kv_type
 from ggml_engine.pool.pool_rows import PoolRows
-from ggml_engine.pool.read_plan import ReadKind
 from ggml_engine.pool.registry import CacheConfig, build_cache
 
 T = TypeVar("T")
@@ -89,7 +88,8 @@ class ExecutorOptions:
     were cut into steps, and of where its cells lie: bit for bit, at some cost in speed (docs/determinism.md). `compact`
     moves the cells that a sequence does not share together, once reading it in pieces has cost as much as that.
     `candidates` says where the best logits of a row are found: inside the "graph", by this process in memory of the
-    "host", or ("auto") in the graph where the rows lie on a device.
+    "host", or ("auto") in the graph where the rows lie on a device. `calibrate` lets attention "auto" choose by times
+    that were measured on this machine, and measures them while there is nothing else to do (docs/performance.md).
     """
 
     capacity: int = 4096
@@ -106,6 +106,7 @@ class ExecutorOptions:
     read_block: int = 256
     compact: bool = True
     candidates: Literal["auto", "graph", "host"] = "auto"
+    calibrate: bool = False
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTION_OPTIONS:
@@ -124,26 +125,31 @@ class ExecutorOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionError(f"{name} must be a positive integer, is {value!r}")
-        if not isinstance(self.compact, bool):
-            raise OptionError(f"compact is True or False, is {self.compact!r}")
+        for name in ("compact", "calibrate"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name} is True or False, is {getattr(self, name)!r}")
         if self.deterministic and (self.run % DETERMINISTIC_GRAIN or self.read_block % DETERMINISTIC_GRAIN):
             raise OptionError(
                 f"deterministic mode needs run and read_block in multiples of {DETERMINISTIC_GRAIN}, "
                 f"they are {self.run} and {self.read_block}"
             )
 
-    def resolve(self, device_kind: str, *, has_kernel: bool = False) -> tuple[AttentionForm, KvFormat]:
+    def resolve(
+        self, device_kind: str, *, usual_layout: VLayout = "columns", has_kernel: bool = False
+    ) -> tuple[AttentionForm, KvFormat]:
         """The form and storage that the options stand for on a kind of device; `has_kernel`: "cells" can be had.
 
-        Raises OptionError for what cannot go together.
+        `usual_layout` is what V is laid out in on a CPU where both can be; "auto" gives the usual form over it: "cells"
+        over rows, or else the plain ones. Raises OptionError for what cannot go together.
         """
+        wanted = usual_layout if self.v_layout == "auto" else self.v_layout
         k_type, v_type = kv_type(self.k_type), kv_type(self.v_type)
         if self.deterministic:
             form = AttentionForm.MATMUL
-        elif self.attention == "auto" and has_kernel and self.v_layout != "columns":
+        elif self.attention == "auto" and has_kernel and wanted == "rows":
             form = AttentionForm.CELLS
         elif self.attention == "auto":
-            needs_rows = self.v_layout == "rows" or v_type in QUANTISED or device_kind != "cpu"
+            needs_rows = wanted == "rows" or v_type in QUANTISED or device_kind != "cpu"
             form = AttentionForm.MATMUL if self.v_layout == "columns" or not needs_rows else AttentionForm.FLASH
         else:
             form = AttentionForm(self.attention)
@@ -154,12 +160,6 @@ class ExecutorOptions:
         if form.is_matmul:
             kv_format.check_matmul()
         return form, kv_format
-
-
-def _read_kind(form: AttentionForm, options: ExecutorOptions) -> ReadKind:
-    if options.deterministic:
-        return ReadKind.BY_POSITION
-    return ReadKind.EXACT if form is AttentionForm.CELLS else ReadKind.IN_BLOCKS
 
 
 class GgmlExecutor(Executor):
@@ -182,16 +182,10 @@ class GgmlExecutor(Executor):
             )
         self._adapters = self._checked(adapters)
         self._adapters_of: dict[int, AdapterSet] = {}  # by sequence, of those that have some
-        is_on_cpu = all(backend.device.kind == "cpu" for backend in model.layer_backends)
-        reading = PlannedReading.of(model.hp, model.hp.kv_layers(), model.threads.decode) if is_on_cpu else None
-        if reading is None and self.options.attention == "cells":
-            raise OptionError(
-                "attention 'cells' needs the compiled kernel, a processor and heads that it takes, and all layers on "
-                "the CPU"
-            )
-        kind = model.layer_backends[-1].device.kind
-        self.form, self._kv_format = self.options.resolve(kind, has_kernel=reading is not None)
-        self._reading = reading if self.form is AttentionForm.CELLS else None
+        self.attention = AttentionPlan(model, self.options)
+        self.form = self.attention.form  # of all steps; in auto the usual one over this layout
+        self._kv_format = self.attention.kv_format
+        self._reading = self.attention.reading
         self.cache = build_cache(
             self.options.cache_kind,
             CacheConfig(
@@ -202,12 +196,12 @@ class GgmlExecutor(Executor):
                 self._kv_format,
                 self.options.run,
                 self.options.read_block,
-                _read_kind(self.form, self.options),
+                self.attention.read_kind,
             ),
         )
         self._row_tile = DETERMINISTIC_ROW_TILE if self.options.deterministic else 1
-        self._join = self.options.deterministic or self.form.is_flash
-        self._compacts = self.options.compact and self._reading is None  # pieces cost the kernel nothing
+        self._join = self.attention.joins
+        self._compacts = self.options.compact and self.attention.has_masks  # pieces cost the kernel nothing
         self._compaction = Compaction(self.cache, model.backends, self._make_room, join=self._join)
         self.graphs = GraphCache(self._build, self.options.max_graphs, self.options.max_graph_bytes)
         on_device = model.n_offloaded > 0  # the output goes there first
@@ -268,7 +262,12 @@ class GgmlExecutor(Executor):
         o = self.options
         kinds = [backend.device.kind for backend in self.model.layer_backends]
         is_long = 0 < self.model.hp.n_ctx_long < self.capacity  # other factors of rotation
-        how = (self.form, self._kv_format, o.deterministic, o.run, o.read_block, o.cache_kind, kinds, is_long)
+        # what auto takes may change with what was measured; it changes K and V by their last digits only
+        stored: object = self._kv_format
+        if self.attention.table is not None:
+            stored = (self._kv_format.k_type, self._kv_format.v_type, o.v_layout, self.bytes_per_cell)
+        form = self.form if self.attention.table is None else o.attention
+        how = (form, stored, o.deterministic, o.run, o.read_block, o.cache_kind, kinds, is_long)
         name = f"{self.model.fingerprint}\n{how!r}\n"
         if (prefill := self.model.prefill) is not None:
             name += f"{prefill.layout} from {prefill.min_tokens} tokens on\n"
@@ -284,8 +283,8 @@ class GgmlExecutor(Executor):
             "architecture": self.model.hp.architecture,
             "k_type": o.k_type,
             "v_type": o.v_type,
-            "v_layout": self._kv_format.v_layout,
-            "attention": self.form.value,
+            "v_layout": self._kv_format.v_layout if self.attention.table is None else o.v_layout,
+            "attention": self.form.value if self.attention.table is None else "auto",
             "cache_kind": o.cache_kind,
             "run": str(o.run),
             "deterministic": str(o.deterministic).lower(),
@@ -489,8 +488,10 @@ class GgmlExecutor(Executor):
         placement = step.place(positions)
         self._make_room(placement.extent)
         active = cast("tuple[Adapter, ...]", adapters.adapters)  # checked where the sequences were opened
-        plans = () if self._reading is None else self._reading.plans(placement)
-        key = GraphKey.of(batch, placement, self._row_tile, active, gives_hidden=gives_hidden, plans=plans)
+        form = self.attention.form_of(batch.n_tokens, placement.rows_read)
+        reading = self._reading if form is AttentionForm.CELLS else None
+        plans = () if reading is None else reading.plans(placement)
+        key = GraphKey.of(batch, placement, self._row_tile, active, gives_hidden=gives_hidden, plans=plans, form=form)
         ready = self.graphs.get(key if best is None else replace(key, best=best))
         ready.inputs.fill(batch, placement, adapters, plans)
         ready.graph.compute()
@@ -501,7 +502,7 @@ class GgmlExecutor(Executor):
         self.n_forwarded += batch.n_tokens
         self.n_rows_read += sum(placement.rows_read)
         self.n_cells_peak = max(self.n_cells_peak, self.cache.used_cells)
-        if self._compacts:
+        if self._compacts and not plans:
             self._compaction.note(placement)
         return result
 
@@ -588,7 +589,8 @@ class GgmlExecutor(Executor):
         n_outside = len(weights) + 2 * hp.n_layer + sum(2 * len(each.pairs) for each in key.adapters)
         b = GraphBuilder(self.model.libraries, max_tensors, n_outside)
         try:
-            inputs = GraphInputs(b, key, self.cache, hp.n_embd, join=self._join, reading=self._reading)
+            reading = self._reading if key.form is AttentionForm.CELLS else None
+            inputs = GraphInputs(b, key, self.cache, hp.n_embd, join=self._join, reading=reading)
             g = ModelGraph(
                 b,
                 hp,
@@ -600,7 +602,7 @@ class GgmlExecutor(Executor):
                 key.n_outputs,
                 self.capacity,
                 inputs,
-                self.form,
+                key.form,
                 inputs.prepared,
                 rows_apart=self.options.deterministic,
                 ends_at_norm=key.gives_hidden,
@@ -618,6 +620,18 @@ class GgmlExecutor(Executor):
         except BaseException:
             b.free()
             raise
+
+    # ---- what can wait
+
+    def want_idle_work(self) -> None:
+        """Let `do_idle_work` measure attention where that was never done here, also without `calibrate`."""
+        with self._turn_of_caller():
+            self.attention.want_times()
+
+    def do_idle_work(self) -> bool:
+        """A slice of measuring attention, where that was asked for and never done here; whether there is more."""
+        with self._turn_of_caller():
+            return self.attention.measure_some()
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start: tokens forwarded, rows read, cells moved, graphs, cells now and at most, bytes.
@@ -668,5 +682,6 @@ class GgmlExecutor(Executor):
         with self._turn:
             self._closed = True
             self._current = None
+            self.attention.free()
             self.graphs.clear()
             self.cache.free()

@@ -29,7 +29,7 @@ from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.adapted import AdaptedProducts
 from ggml_engine.models.adapter import Adapter
 from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
-from ggml_engine.models.attention import KvCells, KvRows
+from ggml_engine.models.attention import AttentionForm, KvCells, KvRows
 from ggml_engine.models.blocks import OfPositions, PreparedRows
 from ggml_engine.pool.cell_plan import CellPlan
 from ggml_engine.pool.cells import Placement
@@ -59,6 +59,7 @@ class GraphKey:
     gives_hidden: bool = False  # in place of logits
     adapters: tuple[Adapter, ...] = ()  # whatever their scales
     best: BestKey | None = None  # what is found in the rows of logits
+    form: AttentionForm = AttentionForm.MATMUL
 
     @classmethod
     def of(
@@ -70,6 +71,7 @@ class GraphKey:
         *,
         gives_hidden: bool = False,
         plans: Sequence[CellPlan] = (),
+        form: AttentionForm = AttentionForm.MATMUL,
     ) -> GraphKey:
         """The key of a step; one without outputs has the same, whatever it would give."""
         reads = () if plans else tuple(tuple(read.spans) for read in placement.reads)
@@ -82,7 +84,7 @@ class GraphKey:
         selects = 0 < n_outputs < batch.n_tokens
         gives_hidden = gives_hidden and n_outputs > 0
         n_outputs = _padded(n_outputs, row_tile)
-        return cls(n_tokens, n_outputs, selects, reads, capacities, n_prepared, gives_hidden, adapters)
+        return cls(n_tokens, n_outputs, selects, reads, capacities, n_prepared, gives_hidden, adapters, form=form)
 
 
 def _padded(n: int, tile: int) -> int:

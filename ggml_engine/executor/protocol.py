@@ -134,6 +134,16 @@ class Executor(ABC):
         """
         return None
 
+    # ---- what can wait
+
+    def want_idle_work(self) -> None:
+        """Let `do_idle_work` do what it does only where it was asked for. Does nothing where there is no such work."""
+        return
+
+    def do_idle_work(self) -> bool:
+        """Work that can wait, 50 ms of it at most; whether there is more. Called when nobody waits for anything."""
+        return False
+
     # ---- steps
 
     def accepts(self, prepared: PreparedInput) -> bool:  # noqa: ARG002  # the default knows no kind

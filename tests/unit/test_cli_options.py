@@ -101,9 +101,12 @@ def test_execution_options_have_the_names_and_defaults_of_engine_load() -> None:
         shown = shown_default(PARAMS[name], ctx)
         default = parameters[name].default
         assert (
-            shown == {"mmap": "--mmap", "deterministic": "--no-deterministic", "adapters": ""}.get(name, str(default))
+            shown
+            == {
+                "mmap": "--mmap", "deterministic": "--no-deterministic", "calibrate": "--no-calibrate", "adapters": "",
+            }.get(name, str(default))
             or default is None
-        ), name
+        ), name  # fmt: skip
 
 
 def test_choices_are_those_of_the_parts_that_take_them() -> None:
@@ -126,13 +129,13 @@ def test_execution_options_reach_engine_load(monkeypatch) -> None:
     monkeypatch.setattr(run_module, "load_engine", engine.load)
     args = ["--ctx", "99", "--threads", "3", "--device", "cpu", "--gpu-layers", "4", "--no-mmap", "--kv-type", "f32"]
     args += ["--engine", "llama", "--cache-kind", "sequence", "--threads-batch", "4", "--leave-cores", "2"]
-    args += ["--prefill-weights", "bf16"]
+    args += ["--prefill-weights", "bf16", "--calibrate"]
     assert main(["run", "m", "p", *args, "--attention", "flash", "--batch-tokens", "16", "--deterministic"]) == 0
     given = {name: engine.load_options[name] for name in execution_options.LOAD_OPTIONS}
     assert given == {
         "engine": "llama", "ctx": 99, "threads": 3, "device": "cpu", "gpu_layers": 4, "mmap": False, "kv_type": "f32",
         "threads_batch": 4, "leave_cores": 2, "cache_kind": "sequence", "attention": "flash", "max_batch_tokens": 16,
-        "deterministic": True, "adapters": (), "prefill_weights": "bf16",
+        "deterministic": True, "adapters": (), "prefill_weights": "bf16", "calibrate": True,
     }  # fmt: skip
 
 

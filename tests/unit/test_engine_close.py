@@ -50,3 +50,12 @@ def test_a_callback_that_asks_for_the_engine_does_not_hold_up_its_end(engine: An
     assert engine.freed == ["executor", "model", "file"]
     engine.close()
     assert len(engine.freed) == 3
+
+
+def test_calibrating_asks_for_the_work_that_waits_and_does_all_of_it(engine: Any) -> None:
+    done: list[str] = []
+    engine.executor.want_idle_work = lambda: done.append("asked")
+    engine.executor.do_idle_work = lambda: (done.append("slice"), len(done) < 4)[1]
+    engine.calibrate()
+    engine.close()
+    assert done == ["asked", "slice", "slice", "slice"]
