@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from engines import batch_of, executor_over, feed, loaded
 from tiny_models import VOCAB, write_gemma3
+from visible import visible_cells
 
 from ggml_engine.errors import GraphError
 from ggml_engine.executor import executor as executor_module
@@ -157,7 +158,7 @@ def test_one_stretch_is_planned_as_any_cells_are(model: Model) -> None:
                 query = first + n - 1
                 seen = max(first, window.first_seen(query))
                 cells = np.arange(seen, first + n, dtype=np.int32)
-                visible = read_plan.VisibleCells(slice(0, 1), 1, query, seen, cells)
+                visible = visible_cells(slice(0, 1), 1, query, seen, cells)
                 short = read_plan._plan_one_stretch(window, visible, 1, geometry)
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(read_plan, "_plan_one_stretch", lambda *_: None)
@@ -173,10 +174,7 @@ def test_one_stretch_is_planned_as_any_cells_are(model: Model) -> None:
     assert n_short > 90
     broken = np.array([4, 6, 5, 7], np.int32)  # as far apart as a stretch, and none
     assert find_stretches(broken)[0].size > 1
-    assert (
-        read_plan._plan_one_stretch(Window(0), read_plan.VisibleCells(slice(0, 1), 1, 3, 0, broken), 1, geometry)
-        is None
-    )
+    assert read_plan._plan_one_stretch(Window(0), visible_cells(slice(0, 1), 1, 3, 0, broken), 1, geometry) is None
 
 
 def test_a_batch_may_say_the_positions_that_its_step_has(model: Model) -> None:
