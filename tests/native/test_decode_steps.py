@@ -28,6 +28,7 @@ MODES: dict[str, dict[str, Any]] = {
     "matmul, columns": {"attention": "matmul", "v_layout": "columns"},
     "flash, rows": {"attention": "flash", "v_layout": "rows"},
     "deterministic": {"deterministic": True},
+    "cells": {"attention": "cells"},
 }
 
 
@@ -52,13 +53,17 @@ def decode(executor: GgmlExecutor, sequences: list[int], first: int, n: int) -> 
 
 
 def test_two_hundred_steps_of_one_sequence_build_a_graph_for_each_block_that_it_enters(executor: GgmlExecutor) -> None:
-    """250 to 450 lie in two blocks of everything, and the window of 64 in three spans of blocks: 1, 1 and 2, 2."""
+    """250 to 450 lie in two blocks of everything, and the window of 64 in three spans of blocks: 1, 1 and 2, 2.
+
+    By position a window begins at a run, so at five of them. The kernel's one graph is built again for a larger pool.
+    """
     sequence = executor.open()
     feed(executor, sequence, TOKENS[:250])
     before = executor.graphs.n_built
     decode(executor, [sequence], 250, 200)
     n_built = executor.graphs.n_built - before
-    assert n_built <= 4
+    mode = "deterministic" if executor.options.deterministic else executor.options.attention
+    assert n_built <= {"deterministic": 6, "cells": 2}.get(mode, 4)
     assert executor.graphs.n_reused >= 200 - n_built
 
 
@@ -74,15 +79,17 @@ def test_two_hundred_steps_of_four_sequences_build_as_few(executor: GgmlExecutor
 
 def test_steps_of_one_shape_keep_nothing(executor: GgmlExecutor) -> None:
     sequence = executor.open()
-    feed(executor, sequence, TOKENS[:260])
-    decode(executor, [sequence], 260, 20)
+    feed(executor, sequence, TOKENS[:330])  # up to 384 all is in one run, and so are the window's borders
+    decode(executor, [sequence], 330, 5)
     gc.collect()
     n_built = executor.graphs.n_built
     tracemalloc.start()
     try:
-        decode(executor, [sequence], 280, 10)
+        decode(executor, [sequence], 335, 5)
+        gc.collect()  # which also empties the interpreter's lists of free objects
         before = tracemalloc.get_traced_memory()[0]
-        decode(executor, [sequence], 290, 100)
+        decode(executor, [sequence], 340, 40)
+        gc.collect()
         kept = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
