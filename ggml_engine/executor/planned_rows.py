@@ -24,10 +24,6 @@ from ggml_engine.pool.cells import Placement
 from ggml_engine.pool.read_plan import Comb
 from ggml_engine.pool.registry import GgmlCache
 
-# Query heads of all tokens of a tile, at which converting a block of K costs little beside its products, and what
-# belongs to the queries still fits the second cache.
-_QUERIES_PER_TILE = 32
-
 # Items of work for each thread: the more, the less one waits for the other; each costs its partial sums.
 _ITEMS_PER_THREAD = 4
 _MAX_SPLITS = 32
@@ -48,7 +44,7 @@ class PlannedReading:
         if kernel is None or not all(kernel.takes(each.head_k) and kernel.takes(each.head_v) for each in layers):
             return None
         groups = [hp.n_head[il] // layers[hp.kv_index(il)].n_head for il in range(hp.n_layer)]
-        return cls(kernel, max(1, _QUERIES_PER_TILE // max(groups)), default_threads())
+        return cls(kernel, kernel.tokens_per_tile(max(groups)), default_threads())
 
     def plans(self, placement: Placement) -> tuple[CellPlan, ...]:
         """The plan of every window."""
