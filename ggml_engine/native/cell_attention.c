@@ -16,7 +16,8 @@ static const struct cell_kernel * choose(void) {
     return NULL;
 }
 
-PyDoc_STRVAR(kernel_doc, "kernel()\n--\n\n(name, floats in a vector, address of attend, address of merge), or None without one for "
+PyDoc_STRVAR(kernel_doc, "kernel()\n--\n\n"
+                         "(name, floats in a vector, address of attend, address of merge), or None without one for "
                          "this processor.");
 
 static PyObject * kernel(PyObject * self, PyObject * args) {
@@ -50,7 +51,12 @@ static PyMethodDef methods[] = {
 };
 
 static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "_cell_attention", "Attention over the cells of a pool.", -1, methods, NULL, NULL, NULL, NULL};
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "_cell_attention",
+    .m_doc = "Attention over the cells of a pool.",
+    .m_size = -1,
+    .m_methods = methods,
+};
 
 PyMODINIT_FUNC PyInit__cell_attention(void) {
     PyObject * made = PyModule_Create(&module);

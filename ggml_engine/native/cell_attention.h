@@ -1,4 +1,4 @@
-/* Attention over the cells of a pool, as custom operations of ggml. What the two sides share; see cell_attention.inc. */
+/* Attention over the cells of a pool, as custom operations of ggml: what the sides share; see cell_attention.inc. */
 #ifndef GGML_ENGINE_CELL_ATTENTION_H
 #define GGML_ENGINE_CELL_ATTENTION_H
 
@@ -44,7 +44,11 @@ struct cell_attention_params {
 /* What attend writes is followed by its scratch in the same tensor, f32 [outputs + cell_scratch_floats], so that ggml's
    allocator owns it and an operation never asks for memory. Without n_splits the outputs are [values, heads, tokens],
    with it [values + 2, heads * tokens, n_splits]. */
-enum { CELL_BLOCK = 64 /* rows at a time: their scores stay in the first cache */, CELL_MOST_LANES = 8, CELL_LINE = 16 };
+enum {
+    CELL_BLOCK = 64, /* rows at a time: their scores stay in the first cache */
+    CELL_MOST_LANES = 8,
+    CELL_LINE = 16, /* floats that threads share a cache line by */
+};
 
 static inline size_t cell_whole_lines(size_t n_floats) { return (n_floats + CELL_LINE - 1) / CELL_LINE * CELL_LINE; }
 
@@ -71,8 +75,9 @@ struct cell_tile { int32_t token, n_tokens, span, n_spans; };
 /* Rows [row, row + n_rows) hold consecutive positions from `position` on, and belong to these tokens' sequences. */
 struct cell_span { int32_t row, n_rows, position, token, n_tokens; };
 
-/* The plan, i32, is checked before it is followed: what names tokens or rows that there are not gives NaN. It is n_tiles, offset of the tiles, offset of the spans, then for each token the position up to which and
-   the one from which on it sees: [n_tokens] and [n_tokens]. */
+/* The plan, i32, is checked before it is followed: what names tokens or rows that there are not gives NaN. It is
+   n_tiles, offset of the tiles, offset of the spans, then for each token the position up to which and the one from
+   which on it sees: [n_tokens] and [n_tokens]. */
 enum { CELL_PLAN_HEAD = 3, CELL_TILE_NUMBERS = 4, CELL_SPAN_NUMBERS = 5 };
 
 typedef void (*cell_op)(struct ggml_tensor * dst, int ith, int nth, void * userdata);

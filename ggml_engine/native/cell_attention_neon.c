@@ -17,7 +17,7 @@ static inline vec v_sub(vec a, vec b) { return vsubq_f32(a, b); }
 static inline vec v_mul(vec a, vec b) { return vmulq_f32(a, b); }
 static inline vec v_div(vec a, vec b) { return vdivq_f32(a, b); }
 static inline vec v_fma(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
-static inline vec v_max(vec a, vec b) { return vbslq_f32(vcgtq_f32(a, b), a, b); } /* b where either is a NaN, as on x86 */
+static inline vec v_max(vec a, vec b) { return vbslq_f32(vcgtq_f32(a, b), a, b); } /* vmaxq would give any NaN */
 static inline vec v_round(vec a) { return vrndnq_f32(a); }
 static inline vec v_exp2i(vec n) {
     return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23));
