@@ -8,7 +8,6 @@ Data crosses only through `set_data` and `get_data`, which check bounds: ggml ab
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +20,8 @@ from ggml_engine.ggml.abort import AbortFlag
 from ggml_engine.ggml.library import Libraries, ffi, running_graph
 from ggml_engine.ggml.ops import GraphBuilder, Tensor, TensorContext, wrap
 from ggml_engine.ggml.tensor_types import TensorType
+from ggml_engine.ggml.threads import MAX_THREADS, default_threads
 
-MAX_THREADS = 512  # GGML_MAX_N_THREADS
 _KINDS = {0: "cpu", 1: "gpu", 2: "igpu", 3: "accel", 4: "meta"}
 _MAX_BACKENDS = 16  # GGML_SCHED_MAX_BACKENDS
 _ID_TYPES: dict[TensorType, type[np.integer[Any]]] = {TensorType.I32: np.int32, TensorType.I64: np.int64}
@@ -85,15 +84,6 @@ def choose_device(libraries: Libraries, wanted: str) -> Device:
         if wanted.lower() in {name, name.rstrip("0123456789")} or (wanted == "metal" and name.startswith("mtl")):
             return device
     raise DeviceError(f"there is no device {wanted!r}; there are: {', '.join(device.name for device in known)}")
-
-
-def default_threads() -> int:
-    """As many threads as this process may run on cores; libllama's default is the same for small machines."""
-    try:
-        n_cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on Windows and macOS
-        n_cores = os.cpu_count() or 1
-    return max(1, min(n_cores, MAX_THREADS))
 
 
 class Backend:

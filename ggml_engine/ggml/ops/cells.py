@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from ggml_engine.ggml.backends import MAX_THREADS, default_threads
 from ggml_engine.ggml.cell_kernel import CellKernel, kernel_params
 from ggml_engine.ggml.library import ffi
 from ggml_engine.ggml.ops.shapes import ShapeOps
 from ggml_engine.ggml.ops.tensors import Tensor, require
 from ggml_engine.ggml.tensor_types import TensorType
+from ggml_engine.ggml.threads import MAX_THREADS, default_threads
 
 _ALL_TASKS = -1  # GGML_N_TASKS_MAX: as many as there are threads
 
