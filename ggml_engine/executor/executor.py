@@ -183,7 +183,8 @@ class GgmlExecutor(Executor):
         self._adapters = self._checked(adapters)
         self._adapters_of: dict[int, AdapterSet] = {}  # by sequence, of those that have some
         is_on_cpu = all(backend.device.kind == "cpu" for backend in model.layer_backends)
-        reading = PlannedReading.of(model.hp, model.hp.kv_layers(), model.threads.decode) if is_on_cpu else None
+        most_threads = max(model.threads.decode, model.threads.prefill)
+        reading = PlannedReading.of(model.hp, model.hp.kv_layers(), most_threads) if is_on_cpu else None
         if reading is None and self.options.attention == "cells":
             raise OptionError(
                 "attention 'cells' needs the compiled kernel, a processor and heads that it takes, and all layers on "

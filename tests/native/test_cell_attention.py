@@ -424,7 +424,7 @@ def test_a_layer_gets_cap_sinks_and_values_taken_up(kernel: CellKernel, step: st
     v = bench.raw_input(
         np.ascontiguousarray(case.v_raw.reshape(N_ROWS, 2, -1).swapaxes(0, 1)), case.v_type, 64, N_ROWS, 2
     )
-    rows = KvCells(k, v, bench.input(case.plan(), TensorType.I32), kernel, n_splits)
+    rows = KvCells(k, v, bench.input(case.plan(), TensorType.I32), kernel, n_splits, 2)
     sinks = bench.input(case.sinks)
     result = attend(
         bench.builder, bench.input(case.q), rows, AttentionForm.CELLS, case.scale, 3.0, "attn", sinks=sinks,
