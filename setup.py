@@ -4,15 +4,20 @@ Optional: where there is no compiler, or one that does not know the processor's 
 attention is computed by ggml's own operations.
 """
 
+import sys
+
 from setuptools import Extension, setup
+
+_NATIVE = "ggml_engine/native"
 
 setup(
     ext_modules=[
         Extension(
             "ggml_engine.native._cell_attention",
-            sources=["ggml_engine/native/cell_attention.c", "ggml_engine/native/cell_attention_avx2.c"],
-            depends=["ggml_engine/native/cell_attention.h", "ggml_engine/native/cell_attention.inc"],
-            extra_compile_args=["-O3", "-fvisibility=hidden"],
+            sources=[f"{_NATIVE}/cell_attention{kind}.c" for kind in ("", "_avx2", "_neon")],
+            depends=[f"{_NATIVE}/{name}" for name in ("cell_attention.h", "cell_attention.inc", "cell_products.inc")],
+            # Microsoft's compiler, which knows neither, finds no kernel in the sources
+            extra_compile_args=[] if sys.platform == "win32" else ["-O3", "-fvisibility=hidden"],
             optional=True,
         )
     ]

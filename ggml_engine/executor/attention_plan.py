@@ -40,7 +40,8 @@ class AttentionPlan:
     def __init__(self, model: Model, options: ExecutorOptions) -> None:
         kind = model.layer_backends[-1].device.kind
         is_on_cpu = all(backend.device.kind == "cpu" for backend in model.layer_backends)
-        reading = PlannedReading.of(model.hp, model.hp.kv_layers(), model.threads.decode) if is_on_cpu else None
+        most_threads = max(model.threads.decode, model.threads.prefill)
+        reading = PlannedReading.of(model.hp, model.hp.kv_layers(), most_threads) if is_on_cpu else None
         if reading is None and options.attention == "cells":
             raise OptionError(
                 "attention 'cells' needs the compiled kernel, a processor and heads that it takes, and all layers on "

@@ -30,7 +30,7 @@ from ggml_engine.models.config import Hyperparameters, KvLayer
 from ggml_engine.pool.cell_plan import plan_cells
 from ggml_engine.pool.kv_pool import GgmlKvPool, bytes_per_cell
 from ggml_engine.pool.kv_types import QUANTISED, KvFormat, VLayout
-from ggml_engine.pool.read_plan import Comb, ReadGeometry, VisibleCells, plan_read_exactly
+from ggml_engine.pool.read_plan import Comb, ReadGeometry, Stretch, VisibleCells, plan_read_exactly
 from ggml_engine.pool.window import Window
 
 SLICE_S: Final = 0.02  # of work between two looks at whether somebody waits
@@ -258,7 +258,7 @@ class Calibration:
     def _cells(self, b: GraphBuilder, pool: GgmlKvPool, layer: int, n_tokens: int, plan: Tensor) -> KvCells:
         reading = self._reading
         (k,), (v,) = pool.read(b, layer, [Comb(0, ROWS[-1])])
-        return KvCells(k, v, plan, reading.kernel, reading.n_splits(n_tokens, k.ne[2]))
+        return KvCells(k, v, plan, reading.kernel, reading.n_splits(n_tokens, k.ne[2]), reading.n_threads)
 
     def _plan(self, n_tokens: int, n_rows: int, lo: int) -> npt.NDArray[np.int32]:
         """What each token sees of the rows from `lo` on, for the compiled kernel."""
@@ -284,10 +284,12 @@ def _visible(n_tokens: int, n_rows: int, lo: int) -> list[VisibleCells]:
     else:
         n, n_each = min(n_tokens, n_rows), n_rows
         starts = [lo] * (n_tokens // n)
-    return [
-        VisibleCells(slice(i * n, (i + 1) * n), n, n_each - n, 0, np.arange(start, start + n_each, dtype=np.int32))
-        for i, start in enumerate(starts)
-    ]
+    visible = []
+    for i, start in enumerate(starts):
+        cells = np.arange(start, start + n_each, dtype=np.int32)
+        tokens = slice(i * n, (i + 1) * n)
+        visible.append(VisibleCells(tokens, n, n_each - n, 0, cells, [Stretch(start, n_each, 0)]))
+    return visible
 
 
 def _mask(n_tokens: int, n_rows: int) -> npt.NDArray[np.float16]:

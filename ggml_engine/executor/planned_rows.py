@@ -20,10 +20,6 @@ from ggml_engine.pool.cells import Placement
 from ggml_engine.pool.read_plan import Comb
 from ggml_engine.pool.registry import GgmlCache
 
-# Query heads of all tokens of a tile, at which converting a block of K costs little beside its products, and what
-# belongs to the queries still fits the second cache.
-_QUERIES_PER_TILE = 32
-
 # Items of work for each thread: the more, the less one waits for the other; each costs its partial sums.
 _ITEMS_PER_THREAD = 4
 _MAX_SPLITS = 32
@@ -44,7 +40,7 @@ class PlannedReading:
         if kernel is None or not all(kernel.takes(each.head_k) and kernel.takes(each.head_v) for each in layers):
             return None
         groups = [hp.n_head[il] // layers[hp.kv_index(il)].n_head for il in range(hp.n_layer)]
-        return cls(kernel, max(1, _QUERIES_PER_TILE // max(groups)), n_threads)
+        return cls(kernel, kernel.tokens_per_tile(max(groups)), n_threads)
 
     def plans(self, placement: Placement) -> tuple[CellPlan, ...]:
         """The plan of every window."""
@@ -73,7 +69,9 @@ class PlannedRows:
         window = self._cache.window_of_layer[layer]
         pool = self._cache.pool
         (k,), (v,) = pool.read(self._b, layer, [Comb(0, pool.rows)])
-        return KvCells(k, v, self._plans[window], self._reading.kernel, self._reading.n_splits(self._n_tokens, k.ne[2]))
+        reading = self._reading
+        n_splits = reading.n_splits(self._n_tokens, k.ne[2])
+        return KvCells(k, v, self._plans[window], reading.kernel, n_splits, reading.n_threads)
 
     def fill(self, plans: Sequence[CellPlan], memory_of: Callable[[Tensor], InputMemory]) -> None:
         """Set the plans of a step."""

@@ -7,6 +7,7 @@ Knows the C side's parameters (native/cell_attention.h), not what they are used 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,8 +15,12 @@ from typing import Any
 from ggml_engine.ggml.library import Libraries, ffi
 from ggml_engine.ggml.tensor_types import TensorType
 
-_PARAMS = struct.Struct("@2f4i2P")  # struct cell_attention_params
+_PARAMS = struct.Struct("@2f6i2P2i")  # struct cell_attention_params
 _STORED = {TensorType.F16: 1, TensorType.F32: 2}  # enum cell_rows; other types are converted
+
+# Query heads of all tokens of a tile, at which converting a block of K costs little beside its products, and what
+# belongs to the queries still fits the second cache. Whole registers' worth for every kind of vectors.
+_QUERIES_PER_TILE = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +31,16 @@ class CellKernel:
     n_lanes: int  # heads are whole multiples of it
     attend: Any
     merge: Any
+    scratch_floats: Callable[[int, int, int, int], int]  # of threads, queries at a time, n_embd_head of K and of V
 
     def takes(self, n_embd_head: int) -> bool:
         """Whether heads of so many elements can be computed."""
         return n_embd_head > 0 and n_embd_head % self.n_lanes == 0
+
+    @staticmethod
+    def tokens_per_tile(n_group: int) -> int:
+        """How many tokens are best computed together, where so many query heads share a K/V head."""
+        return max(1, _QUERIES_PER_TILE // n_group)
 
 
 @lru_cache(maxsize=1)
@@ -44,7 +55,8 @@ def find_kernel() -> CellKernel | None:
     if found is None or sizes != (_PARAMS.size, ffi.sizeof("struct ggml_tensor")):
         return None
     name, n_lanes, attend, merge = found
-    return CellKernel(name, n_lanes, ffi.cast("ggml_custom_op_t", attend), ffi.cast("ggml_custom_op_t", merge))
+    attend, merge = (ffi.cast("ggml_custom_op_t", each) for each in (attend, merge))
+    return CellKernel(name, n_lanes, attend, merge, native.scratch_floats)
 
 
 def kernel_params(
@@ -55,12 +67,18 @@ def kernel_params(
     scale: float,
     softcap: float,
     n_splits: int,
+    n_threads: int,
+    n_queries: int,
 ) -> Any:
-    """The constants of an operation, as memory that must live as long as its graph."""
+    """The constants of an operation, as memory that must live as long as its graph.
+
+    At most `n_threads` work at once, each on at most `n_queries`: tokens times the heads that share a K/V head.
+    """
     to_float = [_converter(libraries, each) for each in (k_type, v_type)]
     packed = _PARAMS.pack(
-        scale, softcap, n_head_kv, n_splits, _STORED.get(k_type, 0), _STORED.get(v_type, 0), *to_float
-    )
+        scale, softcap, n_head_kv, n_splits, _STORED.get(k_type, 0), _STORED.get(v_type, 0), n_threads, n_queries,
+        *to_float, 0, 0,
+    )  # fmt: skip
     memory = ffi.new("char[]", _PARAMS.size)
     ffi.memmove(memory, packed, _PARAMS.size)
     return memory

@@ -79,6 +79,7 @@ class KvCells:
     plan: Tensor  # i32 [n], see pool/cell_plan.py
     kernel: CellKernel
     n_splits: int
+    n_threads: int  # at most
 
 
 class KvStore(Protocol):
@@ -123,7 +124,7 @@ def attend(
     if isinstance(rows, KvCells):
         mixed = b.cell_attention(
             rows.kernel, q, rows.k, rows.v, rows.plan, scale, softcap=softcap, sinks=sinks, n_splits=rows.n_splits,
-            name=f"{name}.cells",
+            n_threads=rows.n_threads, name=f"{name}.cells",
         )  # fmt: skip
         return _all_heads(b, mixed, v_up, name)
     n_head_kv = rows.k[0].ne[2]

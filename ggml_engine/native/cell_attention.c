@@ -10,11 +10,14 @@ static const struct cell_kernel * choose(void) {
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
         return &cell_kernel_avx2;
     }
+#elif defined(__aarch64__) && defined(__GNUC__)
+    return &cell_kernel_neon;
 #endif
     return NULL;
 }
 
-PyDoc_STRVAR(kernel_doc, "kernel()\n--\n\n(name, floats in a vector, address of attend, address of merge), or None without one for "
+PyDoc_STRVAR(kernel_doc, "kernel()\n--\n\n"
+                         "(name, floats in a vector, address of attend, address of merge), or None without one for "
                          "this processor.");
 
 static PyObject * kernel(PyObject * self, PyObject * args) {
@@ -25,10 +28,35 @@ static PyObject * kernel(PyObject * self, PyObject * args) {
                          (unsigned long long) (uintptr_t) found->merge);
 }
 
-static PyMethodDef methods[] = {{"kernel", kernel, METH_NOARGS, kernel_doc}, {NULL, NULL, 0, NULL}};
+PyDoc_STRVAR(scratch_doc, "scratch_floats(n_slices, n_queries, n_dims, n_dims_v)\n--\n\n"
+                          "How many floats of scratch follow what attend writes.");
+
+static PyObject * scratch_floats(PyObject * self, PyObject * args) {
+    int n_slices, n_queries, n_dims, n_dims_v;
+    (void) self;
+    if (!PyArg_ParseTuple(args, "iiii", &n_slices, &n_queries, &n_dims, &n_dims_v)) return NULL;
+    if (n_slices < 1 || n_queries < 1 || n_dims < 1 || n_dims_v < 1) {
+        PyErr_SetString(PyExc_ValueError, "scratch_floats: every number must be at least 1");
+        return NULL;
+    }
+    struct cell_attention_params params;
+    params.n_slices = n_slices, params.n_queries = n_queries;
+    return PyLong_FromSize_t(cell_scratch_floats(&params, (size_t) n_dims, (size_t) n_dims_v));
+}
+
+static PyMethodDef methods[] = {
+    {"kernel", kernel, METH_NOARGS, kernel_doc},
+    {"scratch_floats", scratch_floats, METH_VARARGS, scratch_doc},
+    {NULL, NULL, 0, NULL},
+};
 
 static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, "_cell_attention", "Attention over the cells of a pool.", -1, methods, NULL, NULL, NULL, NULL};
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "_cell_attention",
+    .m_doc = "Attention over the cells of a pool.",
+    .m_size = -1,
+    .m_methods = methods,
+};
 
 PyMODINIT_FUNC PyInit__cell_attention(void) {
     PyObject * made = PyModule_Create(&module);

@@ -1,16 +1,18 @@
 /* For x86-64 with AVX2, FMA and F16C (2013). */
 #include "cell_attention.h"
 #if defined(__x86_64__) && defined(__GNUC__)
+#include <float.h>
+#include <immintrin.h>
+#include <math.h>
+#include <string.h>
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC target("avx2,fma,f16c")
 #endif
-#include <immintrin.h>
-#include <math.h>
-#include <stdlib.h>
-#include <string.h>
 #define LANES 8
+#define SCORE_VECS 3 /* by 4 rows: 12 of 16 registers hold sums */
+#define MIX_VECS 2   /* by 6 queries */
 typedef __m256 vec;
 static inline vec v_load(const float * x) { return _mm256_loadu_ps(x); }
 static inline void v_store(float * x, vec a) { _mm256_storeu_ps(x, a); }
@@ -18,6 +20,7 @@ static inline vec v_set1(float x) { return _mm256_set1_ps(x); }
 static inline vec v_add(vec a, vec b) { return _mm256_add_ps(a, b); }
 static inline vec v_sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
 static inline vec v_mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
+static inline vec v_div(vec a, vec b) { return _mm256_div_ps(a, b); }
 static inline vec v_fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
 static inline vec v_max(vec a, vec b) { return _mm256_max_ps(a, b); }
 static inline vec v_round(vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -42,6 +45,7 @@ static inline float v_sum(vec a) {
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps(x, x, 1)));
 }
+#include "cell_products.inc"
 #include "cell_attention.inc"
 const struct cell_kernel cell_kernel_avx2 = { "avx2", LANES, attend, merge };
 #if defined(__clang__)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ggml_engine.pool.read_plan import VisibleCells, WindowRead, find_stretches
+from ggml_engine.pool.read_plan import Stretch, VisibleCells, WindowRead, find_stretches
 from ggml_engine.pool.window import Window
 
 _HEAD = 3  # numbers before the tokens' positions
@@ -33,14 +33,6 @@ class TokenRun(NamedTuple):
     position: int
 
 
-class Stretch(NamedTuple):
-    """Rows [row, row + n_rows), which hold the positions from `position` on."""
-
-    row: int
-    n_rows: int
-    position: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class CellPlan:
     """What is to be attended to in a step through one window: i32 [n], and how many numbers a graph has room for."""
@@ -51,7 +43,7 @@ class CellPlan:
 
 def plan_cells(read: WindowRead, tokens_per_tile: int) -> CellPlan:
     """The plan of one window's read, in tiles of at most so many tokens."""
-    stretches = [_stretches_of(each) for each in read.visible]
+    stretches = [each.stretches for each in read.visible]
     tiles: list[int] = []
     spans: list[int] = []
     for runs in _tiles(_token_runs(read.visible), tokens_per_tile):
@@ -63,9 +55,12 @@ def plan_cells(read: WindowRead, tokens_per_tile: int) -> CellPlan:
         tiles += (token, n_tokens, first, len(spans) // _PER_SPAN - first)
     seen = _seen(read)
     begin = _HEAD + seen.size
-    head = (len(tiles) // _PER_TILE, begin, begin + len(tiles))
-    numbers = np.concatenate((head, seen, tiles, spans), dtype=np.int32, casting="unsafe")
-    return CellPlan(numbers, _capacity_for(numbers.size))
+    n = begin + len(tiles) + len(spans)
+    numbers = np.empty(n, np.int32)
+    numbers[:_HEAD] = (len(tiles) // _PER_TILE, begin, begin + len(tiles))
+    numbers[_HEAD:begin] = seen
+    numbers[begin:] = tiles + spans
+    return CellPlan(numbers, _capacity_for(n))
 
 
 def _capacity_for(n: int) -> int:
@@ -80,17 +75,6 @@ def _seen(read: WindowRead) -> npt.NDArray[np.int32]:
         until[each.tokens] = np.arange(each.first_query, each.first_query + each.n_tokens, dtype=np.int32)
     window = read.window.bounded(int(until.max()) + 1)  # fits an i32, as positions do
     return np.concatenate((until, np.maximum(window.first_seen(until), 0)))
-
-
-def _stretches_of(visible: VisibleCells) -> list[Stretch]:
-    """Consecutive cells of a sequence, in the order of positions."""
-    los, his = find_stretches(visible.cells)
-    found = []
-    position = visible.first_seen
-    for lo, hi in zip(los.tolist(), his.tolist(), strict=True):
-        found.append(Stretch(lo, hi - lo, position))
-        position += hi - lo
-    return found
 
 
 def _token_runs(visible: Sequence[VisibleCells]) -> list[TokenRun]:

@@ -9,6 +9,7 @@ nothing; no cost grows with the number of open sequences.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,7 +29,7 @@ from ggml_engine.errors import (
 from ggml_engine.pool.arguments import checked_count, checked_int, checked_integers, checked_option
 from ggml_engine.pool.cell_table import CellTable
 from ggml_engine.pool.compaction import Move, plan_move
-from ggml_engine.pool.read_plan import PLANNERS, ReadGeometry, ReadKind, VisibleCells, WindowRead
+from ggml_engine.pool.read_plan import PLANNERS, ReadGeometry, ReadKind, Stretch, VisibleCells, WindowRead
 from ggml_engine.pool.window import Window
 
 # Cells are indices of rows, which ggml takes as i32.
@@ -76,13 +77,15 @@ class BatchControl(Protocol):
 class _Sequence:
     """A sequence's own cells in position order; those from `length` on are claimed by `claim`, not committed."""
 
-    __slots__ = ("_table", "claim", "id", "length", "n_cells", "revision")
+    __slots__ = ("_breaks", "_table", "claim", "id", "length", "n_cells", "revision")
 
     def __init__(self, sequence_id: int, table: npt.NDArray[np.int32]) -> None:
         self.id = sequence_id
         self._table = table
+        self._breaks: list[int] = []  # positions whose cell does not follow that of the position before
         self.n_cells = table.size
         self.length = table.size
+        self.find_breaks(0)
         self.claim: object | None = None
         self.revision = 0  # changes whenever a step declared before can no longer be placed
 
@@ -102,11 +105,32 @@ class _Sequence:
         """Makes these its first cells; it has none, and room was reserved."""
         self._table[: cells.size] = cells
         self.n_cells = cells.size
+        self.find_breaks(0)
 
     def append(self, cell: int, n: int) -> None:
         """Adds the cells `cell`, `cell + 1`, ...; room was reserved."""
+        if self.n_cells and cell != self._table[self.n_cells - 1] + 1:
+            self._breaks.append(self.n_cells)
         self._table[self.n_cells : self.n_cells + n] = cell if n == 1 else np.arange(cell, cell + n, dtype=np.int32)
         self.n_cells += n
+
+    def keep(self, n: int) -> None:
+        """Forgets all but the first `n` cells, which are committed."""
+        self.n_cells = self.length = n
+        while self._breaks and self._breaks[-1] >= n:
+            self._breaks.pop()
+
+    def find_breaks(self, begin: int) -> None:
+        """Looks for breaks from position `begin` on, where cells were changed."""
+        del self._breaks[bisect_left(self._breaks, begin) :]
+        cells = self.cells[max(begin - 1, 0) :]
+        found = np.flatnonzero(cells[1:] != cells[:-1] + 1) + max(begin, 1)
+        self._breaks += found.tolist()
+
+    def stretches(self, begin: int) -> list[Stretch]:
+        """Its cells from position `begin` on, those that follow each other together."""
+        borders = [begin, *self._breaks[bisect_right(self._breaks, begin) :], self.n_cells]
+        return [Stretch(int(self._table[first]), last - first, first) for first, last in pairwise(borders)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -296,7 +320,9 @@ class CellCache:
         Steps that were declared before can still be placed. Raises StepError, and changes nothing, for a stale move.
         """
         self.check_move(move)
-        self._sequences[move.sequence].cells[move.begin :] = move.new
+        moved = self._sequences[move.sequence]
+        moved.cells[move.begin :] = move.new
+        moved.find_breaks(move.begin)
         self._table.move(move.old, move.new)
 
     # For people who check engines.
@@ -362,7 +388,7 @@ class CellCache:
         sequence.claim = None
         dropped = sequence.cells[to:]
         if dropped.size:
-            sequence.n_cells = sequence.length = to
+            sequence.keep(to)
             self._table.release(dropped)
 
     def _place(self, step: Step) -> Placement:
@@ -406,7 +432,12 @@ class CellCache:
         if self._reads is ReadKind.BY_POSITION:
             first_seen -= first_seen % self.run  # so that a position's column does not depend on the step
         return VisibleCells(
-            extension.tokens, extension.n_tokens, sequence.length, first_seen, sequence.cells[first_seen:]
+            extension.tokens,
+            extension.n_tokens,
+            sequence.length,
+            first_seen,
+            sequence.cells[first_seen:],
+            sequence.stretches(first_seen),
         )
 
     def _plan(self, step: Step, claim: object) -> Placement:

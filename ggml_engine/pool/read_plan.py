@@ -65,14 +65,26 @@ class ReadGeometry:
         return min(self.run, self.read_block)
 
 
+class Stretch(NamedTuple):
+    """Rows [row, row + n_rows), which hold the positions from `position` on."""
+
+    row: int
+    n_rows: int
+    position: int
+
+
 class VisibleCells(NamedTuple):
-    """What the tokens of one sequence in a step see through one window; `cells` are in position order, no gap."""
+    """What the tokens of one sequence in a step see through one window; `cells` are in position order, no gap.
+
+    `stretches` are the same cells, those that follow each other together.
+    """
 
     tokens: slice | npt.NDArray[np.int64]
     n_tokens: int
     first_query: int
     first_seen: int
     cells: npt.NDArray[np.int32]
+    stretches: Sequence[Stretch]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,10 +162,8 @@ def plan_read_exactly(
     window: Window, sequences: Sequence[VisibleCells], n_tokens: int, geometry: ReadGeometry
 ) -> WindowRead:
     """Plans a read of the visible rows and no others, for a kernel that skips what it is not told of."""
-    each = [find_stretches(sequence.cells) for sequence in sequences]
-    los, his = merge_stretches(np.concatenate([los for los, _ in each]), np.concatenate([his for _, his in each]))
-    spans = tuple(zip(los.tolist(), (his - los).tolist(), strict=True))
-    n_rows = int((his - los).sum())
+    spans = _joined_spans(sorted((row, n) for sequence in sequences for row, n, _ in sequence.stretches))
+    n_rows = sum(n for _, n in spans)
 
     def columns() -> list[Cells]:
         return [sequence.cells + _column_offsets(sequence.cells, spans) for sequence in sequences]
@@ -170,6 +180,18 @@ def plan_read_exactly(
     )
 
 
+def _joined_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """The union of spans that ascend."""
+    joined = [spans[0]]
+    for row, n in spans[1:]:
+        last, n_last = joined[-1]
+        if row > last + n_last:
+            joined.append((row, n))
+        else:
+            joined[-1] = (last, max(n_last, row + n - last))
+    return tuple(joined)
+
+
 def _plan_one_stretch(
     window: Window, sequence: VisibleCells, n_tokens: int, geometry: ReadGeometry
 ) -> WindowRead | None:
@@ -182,9 +204,7 @@ def _plan_one_stretch(
     first, n, block = int(cells[0]), cells.size, geometry.read_block
     lo = first // block * block
     hi = min(-(-(first + n) // block) * block, geometry.capacity)
-    if int(cells[-1]) - first != n - 1 or hi - lo > n * 5 // 4 + block:
-        return None
-    if not (cells[1:] - cells[:-1] == 1).all():
+    if len(sequence.stretches) > 1 or hi - lo > n * 5 // 4 + block:
         return None
     return WindowRead(
         window=window,

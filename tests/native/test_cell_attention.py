@@ -18,6 +18,7 @@ from engines import executor_over, feed, loaded
 from graphs import Bench, close, random, stored
 from graphs import loaded as values_of
 from tiny_models import write_llama
+from visible import visible_cells
 
 from ggml_engine import native
 from ggml_engine.errors import GraphError, OptionError
@@ -27,7 +28,7 @@ from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.attention import AttentionForm, KvCells, attend
 from ggml_engine.pool.cell_plan import plan_cells
 from ggml_engine.pool.kv_types import KV_TYPES
-from ggml_engine.pool.read_plan import ReadGeometry, VisibleCells, plan_read_exactly
+from ggml_engine.pool.read_plan import ReadGeometry, plan_read_exactly
 from ggml_engine.pool.window import Window
 
 Array = npt.NDArray[Any]
@@ -134,7 +135,7 @@ class Case:
             first_query = len(each.cells) - each.n_tokens
             first_seen = max(0, self.window.first_seen(first_query))
             cells = np.array(each.cells[first_seen:], np.int32)
-            visible.append(VisibleCells(tokens, each.n_tokens, first_query, first_seen, cells))
+            visible.append(visible_cells(tokens, each.n_tokens, first_query, first_seen, cells))
         n_tokens = self.q.shape[0]
         read = plan_read_exactly(self.window, visible, n_tokens, ReadGeometry(1, 1, N_ROWS))
         plan = plan_cells(read, self.per_tile)
@@ -423,7 +424,7 @@ def test_a_layer_gets_cap_sinks_and_values_taken_up(kernel: CellKernel, step: st
     v = bench.raw_input(
         np.ascontiguousarray(case.v_raw.reshape(N_ROWS, 2, -1).swapaxes(0, 1)), case.v_type, 64, N_ROWS, 2
     )
-    rows = KvCells(k, v, bench.input(case.plan(), TensorType.I32), kernel, n_splits)
+    rows = KvCells(k, v, bench.input(case.plan(), TensorType.I32), kernel, n_splits, 2)
     sinks = bench.input(case.sinks)
     result = attend(
         bench.builder, bench.input(case.q), rows, AttentionForm.CELLS, case.scale, 3.0, "attn", sinks=sinks,

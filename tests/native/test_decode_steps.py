@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from engines import batch_of, executor_over, feed, loaded
 from tiny_models import VOCAB, write_gemma3
+from visible import visible_cells
 
 from ggml_engine.errors import GraphError
 from ggml_engine.executor import executor as executor_module
@@ -27,6 +28,7 @@ MODES: dict[str, dict[str, Any]] = {
     "matmul, columns": {"attention": "matmul", "v_layout": "columns"},
     "flash, rows": {"attention": "flash", "v_layout": "rows"},
     "deterministic": {"deterministic": True},
+    "cells": {"attention": "cells"},
 }
 
 
@@ -51,13 +53,17 @@ def decode(executor: GgmlExecutor, sequences: list[int], first: int, n: int) -> 
 
 
 def test_two_hundred_steps_of_one_sequence_build_a_graph_for_each_block_that_it_enters(executor: GgmlExecutor) -> None:
-    """250 to 450 lie in two blocks of everything, and the window of 64 in three spans of blocks: 1, 1 and 2, 2."""
+    """250 to 450 lie in two blocks of everything, and the window of 64 in three spans of blocks: 1, 1 and 2, 2.
+
+    By position a window begins at a run, so at five of them. The kernel's one graph is built again for a larger pool.
+    """
     sequence = executor.open()
     feed(executor, sequence, TOKENS[:250])
     before = executor.graphs.n_built
     decode(executor, [sequence], 250, 200)
     n_built = executor.graphs.n_built - before
-    assert n_built <= 4
+    mode = "deterministic" if executor.options.deterministic else executor.options.attention
+    assert n_built <= {"deterministic": 6, "cells": 2}.get(mode, 4)
     assert executor.graphs.n_reused >= 200 - n_built
 
 
@@ -73,15 +79,17 @@ def test_two_hundred_steps_of_four_sequences_build_as_few(executor: GgmlExecutor
 
 def test_steps_of_one_shape_keep_nothing(executor: GgmlExecutor) -> None:
     sequence = executor.open()
-    feed(executor, sequence, TOKENS[:260])
-    decode(executor, [sequence], 260, 20)
+    feed(executor, sequence, TOKENS[:330])  # up to 384 all is in one run, and so are the window's borders
+    decode(executor, [sequence], 330, 5)
     gc.collect()
     n_built = executor.graphs.n_built
     tracemalloc.start()
     try:
-        decode(executor, [sequence], 280, 10)
+        decode(executor, [sequence], 335, 5)
+        gc.collect()  # which also empties the interpreter's lists of free objects
         before = tracemalloc.get_traced_memory()[0]
-        decode(executor, [sequence], 290, 100)
+        decode(executor, [sequence], 340, 40)
+        gc.collect()
         kept = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
@@ -157,7 +165,7 @@ def test_one_stretch_is_planned_as_any_cells_are(model: Model) -> None:
                 query = first + n - 1
                 seen = max(first, window.first_seen(query))
                 cells = np.arange(seen, first + n, dtype=np.int32)
-                visible = read_plan.VisibleCells(slice(0, 1), 1, query, seen, cells)
+                visible = visible_cells(slice(0, 1), 1, query, seen, cells)
                 short = read_plan._plan_one_stretch(window, visible, 1, geometry)
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(read_plan, "_plan_one_stretch", lambda *_: None)
@@ -173,10 +181,7 @@ def test_one_stretch_is_planned_as_any_cells_are(model: Model) -> None:
     assert n_short > 90
     broken = np.array([4, 6, 5, 7], np.int32)  # as far apart as a stretch, and none
     assert find_stretches(broken)[0].size > 1
-    assert (
-        read_plan._plan_one_stretch(Window(0), read_plan.VisibleCells(slice(0, 1), 1, 3, 0, broken), 1, geometry)
-        is None
-    )
+    assert read_plan._plan_one_stretch(Window(0), visible_cells(slice(0, 1), 1, 3, 0, broken), 1, geometry) is None
 
 
 def test_a_batch_may_say_the_positions_that_its_step_has(model: Model) -> None:

@@ -436,7 +436,8 @@ _DELTA: dict[str, Any] = {
 _row("qwen3next", {**_DELTA, **EXPERT_FF, "expert_shared_feed_forward_length": 48}, memory="hybrid")
 _row("qwen35", {**_DELTA, "rope.dimension_sections": [3, 3, 2, 0]}, memory="hybrid")
 # heads of 16 are narrower than what the kernel takes at once: its tokens then see those that follow
-_row("rwkv7", {**_NO_HEADS, "feed_forward_length": N_FF, "wkv.head_size": 32, "attention.decay_lora_rank": 8,
+# ggml's kernel takes 64 elements of a head at once where vectors have 512 bits, and reads past shorter heads
+_row("rwkv7", {**_NO_HEADS, "feed_forward_length": N_FF, "wkv.head_size": 64, "attention.decay_lora_rank": 8,
      "attention.iclr_lora_rank": 8, "attention.value_residual_mix_lora_rank": 8, "attention.gate_lora_rank": 8},
      norm="layer", memory="recurrent")  # fmt: skip
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -222,6 +223,12 @@ class Walk:
             queries = zip(tokens, positions, strict=True)
             seen = set[int]().union(*(self.model.visible(s, p, *window) for s, p in queries))
             assert read.n_visible == len(seen)
+            for each in read.visible:
+                stretches = [list(range(row, row + n)) for row, n, _ in each.stretches]
+                assert list(chain.from_iterable(stretches)) == each.cells.tolist()
+                assert all(left[-1] + 1 != right[0] for left, right in pairwise(stretches))
+                offsets = [position - each.first_seen for *_, position in each.stretches]
+                assert offsets == [sum(map(len, stretches[:i])) for i in range(len(stretches))]
             self._check_rows_read(read.n_rows, seen)
             highest = max(highest, rows[-1])
             expected = self.model.mask(tokens, positions, window[0], rows, window[1])

@@ -6,14 +6,15 @@ import math
 
 from ggml_engine.ggml.cell_kernel import CellKernel, kernel_params
 from ggml_engine.ggml.library import ffi
-from ggml_engine.ggml.ops.graph_context import GraphContext
+from ggml_engine.ggml.ops.shapes import ShapeOps
 from ggml_engine.ggml.ops.tensors import Tensor, require
 from ggml_engine.ggml.tensor_types import TensorType
+from ggml_engine.ggml.threads import MAX_THREADS, default_threads
 
 _ALL_TASKS = -1  # GGML_N_TASKS_MAX: as many as there are threads
 
 
-class CellOps(GraphContext):
+class CellOps(ShapeOps):
     """The compiled kernel as an operation."""
 
     def cell_attention(
@@ -28,13 +29,16 @@ class CellOps(GraphContext):
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         n_splits: int = 1,
+        n_threads: int | None = None,
         name: str = "",
     ) -> Tensor:
         """softmax(q k^T scale) v over the rows that `plan` gives each token; nothing else is read, on a CPU only.
 
         q f32 [d, heads, tokens], k [d, rows, kv heads], v [d_v, rows, kv heads] of any type with rows that can be
-        converted, plan i32 (its meaning: pool/cell_plan.py; it must name only rows that there are), sinks f32 [heads]
-        as those of `soft_max`; gives f32 [d_v, heads, tokens]. With `n_splits` the rows are worked on in so many parts.
+        converted, plan i32 (its meaning: pool/cell_plan.py; tokens for which it names rows that there are not come out
+        as NaN), sinks f32 [heads] as those of `soft_max`; gives f32 [d_v, heads, tokens]. With `n_splits` the rows are
+        worked on in so many parts. At most `n_threads` work at once, without a number as many as by default: each has
+        scratch in the result's tensor, for as many queries as a tile should have; larger tiles it takes in pieces.
         """
         what = "cell_attention"
         given = (q, k, v, plan)
@@ -49,16 +53,23 @@ class CellOps(GraphContext):
         if sinks is not None:
             usable = sinks.type == TensorType.F32 and sinks.ne[0] == q.ne[1] and sinks.is_contiguous
             require(usable, what, "one f32 sink a head is needed", sinks)
-        params = kernel_params(self.libraries, k.type, v.type, k.ne[2], scale, softcap, n_splits)
-        self.kept.append(params)
+        n_threads = default_threads() if n_threads is None else n_threads
+        require(1 <= n_threads <= MAX_THREADS, what, f"{n_threads} threads", *given)
         n_head, n_tokens = q.ne[1:3]
+        group = n_head // k.ne[2]
+        n_queries = min(kernel.tokens_per_tile(group), n_tokens) * group
+        params = kernel_params(self.libraries, k.type, v.type, k.ne[2], scale, softcap, n_splits, n_threads, n_queries)
+        self.kept.append(params)
+        d_v, n_rows = v.ne[0], n_head * n_tokens
+        scratch = kernel.scratch_floats(n_threads, n_queries, q.ne[0], d_v)
         if n_splits == 1:
             parts = [q, k, v, plan] if sinks is None else [q, k, v, plan, sinks]
-            return self._custom(what, kernel.attend, (v.ne[0], n_head, n_tokens), parts, params, name)
-        shape = (v.ne[0] + 2, n_head * n_tokens, n_splits)
-        partial = self._custom(what, kernel.attend, shape, [q, k, v, plan], params, f"{name}.parts")
-        parts = [partial] if sinks is None else [partial, sinks]
-        return self._custom(what, kernel.merge, (v.ne[0], n_head, n_tokens), parts, params, name)
+            held = self._custom(what, kernel.attend, (d_v * n_rows + scratch, 1, 1), parts, params, f"{name}.held")
+            return self.view(held, (d_v, n_head, n_tokens), (4 * d_v, 4 * d_v * n_head), 0, name)
+        n_floats = (d_v + 2) * n_rows * n_splits + scratch
+        held = self._custom(what, kernel.attend, (n_floats, 1, 1), [q, k, v, plan], params, f"{name}.held")
+        parts = [held] if sinks is None else [held, sinks]
+        return self._custom(what, kernel.merge, (d_v, n_head, n_tokens), parts, params, name)
 
     def _custom(
         self, what: str, operation: object, ne: tuple[int, int, int], parts: list[Tensor], params: object, name: str

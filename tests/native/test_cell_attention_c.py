@@ -1,0 +1,58 @@
+"""The compiled attention by itself, where sanitizers see every access: its own C test, built beside it.
+
+`cell_attention_test.c` says what is compared; here it is compiled as the package is, and run.
+"""
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+_TESTS = Path(__file__).parent
+_NATIVE = _TESTS.parent.parent / "ggml_engine" / "native"
+_WARNINGS = ("-Wall", "-Wextra", "-Werror")
+
+
+def _compiler() -> str:
+    found = shutil.which("gcc") or shutil.which("clang")
+    assert found is not None, "these tests need gcc or clang, as the kernel itself does"
+    return found
+
+
+def _run(program: Path, sources: tuple[Path, ...], flags: tuple[str, ...], n_settings: int) -> str:
+    command = (
+        _compiler(),
+        *_WARNINGS,
+        *flags,
+        f"-I{_NATIVE}",
+        *map(str, sources),
+        "-o",
+        str(program),
+        "-lm",
+        "-pthread",
+    )
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run([program, str(n_settings)], check=False, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+def test_the_kernel_equals_a_plain_sum_and_reads_nothing_that_is_not_there(tmp_path: Path, sanitizers: str) -> None:
+    kernel = "neon" if platform.machine() in {"aarch64", "arm64"} else "avx2"
+    sources = (_TESTS / "cell_attention_test.c", _NATIVE / f"cell_attention_{kernel}.c")
+    flags = ("-O1", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all")
+    assert _run(tmp_path / "test", sources, flags, 60) == "60 settings are right\n"
+
+
+def test_a_compiler_that_is_not_gcc_is_left_with_no_kernel(tmp_path: Path) -> None:
+    """Microsoft's: it sees none of GCC's words. `-U__GNUC__` is as near to it as one comes without it."""
+    for kernel in ("avx2", "neon"):
+        source = _NATIVE / f"cell_attention_{kernel}.c"
+        command = (_compiler(), "-E", "-P", "-U__GNUC__", f"-I{_NATIVE}", str(source))
+        seen = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        assert "cell_attention_params" in seen
+        assert f"typedef int cell_attention_{kernel}_is_not_for_this_compiler;" in seen
+        assert "attend(" not in seen
