@@ -122,7 +122,8 @@ class AttentionPlan:
     def measure_all(self) -> Times | None:
         """All of it anew, whatever is known: seconds a layer by form, tokens and rows.
 
-        None where nothing can be chosen. Raises NativeError where memory or a computation fails.
+        None where nothing can be chosen. Raises NativeError where memory or a computation fails, ExecutorError where
+        something else computes meanwhile.
         """
         if self.subject is None:
             return None

@@ -2,8 +2,10 @@
 
 A run is a graph of attention alone: as many pieces of K and V one after the other as do not fit the caches, since in a
 model the weights pass through them between two layers. One piece is run first, and says how many a run has. A form that
-would take too long at some size is not run there: its time is reckoned from smaller ones. Steps of few tokens are those
-of sequences that decode side by side, each seeing rows of its own; the others are one prompt's.
+would take too long at some size is not run there: its time is reckoned from smaller ones. Where runs of one graph
+differ by much, or take far longer than was reckoned, something else computes: nothing comes of the measuring then.
+Steps of few tokens are those of sequences that decode side by side, each seeing rows of its own; the others are one
+prompt's.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ggml_engine.errors import ExecutorError
 from ggml_engine.executor.attention_choice import FORMS, ROWS, TOKENS, Times
 from ggml_engine.executor.planned_rows import PlannedReading
 from ggml_engine.ggml.backends import Backend, Graph, set_data
@@ -36,6 +39,10 @@ from ggml_engine.pool.window import Window
 SLICE_S: Final = 0.02  # of work between two looks at whether somebody waits
 LONGEST_RUN_S: Final = 0.01  # what is not to be interrupted
 _RUN_S: Final = 0.003  # enough to be timed
+_TOO_LONG_S: Final = 0.03  # for a run that was reckoned to be short: something else computes
+_MOST_TOO_LONG: Final = 2
+_SPREAD: Final = 1.3  # between the two shortest runs
+_MOST_RUNS: Final = 10  # until there are two that are so close
 _KV_BYTES: Final = 32 << 20  # more than a core's share of any cache
 _MOST_UNITS: Final = 128
 _N_TIMED: Final = 3
@@ -106,12 +113,14 @@ class Calibration:
         self._graph: Graph | None = None
         self._times: dict[AttentionForm, list[list[float]]] = {}
         self._work = self._measure_all()
+        self._n_too_long = 0
         self.n_runs = 0
         self.times: Times | None = None  # when all is done
 
     def step(self) -> bool:
-        """Work for a slice; whether there is more to do. Raises NativeError where memory or a computation fails.
+        """Work for a slice; whether there is more to do.
 
+        Raises NativeError where memory or a computation fails, ExecutorError where something else computes meanwhile.
         What is allocated or built has a slice of its own, and a run begins only where it is reckoned to end in time.
         """
         end = self._clock() + SLICE_S
@@ -199,15 +208,24 @@ class Calibration:
         self._graph = self._built(layout, form, n_tokens, n_rows, n_units)
         yield math.inf
         spent: list[float] = []
-        for _ in range(1 + _N_TIMED):  # the first run finds its memory
-            began = self._clock()
-            self._graph.compute()
-            self.n_runs += 1
-            spent.append(self._clock() - began)
-            yield max(reckoned, min(spent))
+        while len(spent) <= _N_TIMED or spent[1] > _SPREAD * spent[0]:
+            if len(spent) == _MOST_RUNS:
+                raise ExecutorError(f"{self._graph.name} took {spent[0]:.2g} s once and {spent[1]:.2g} s at least else")
+            spent = sorted([*spent, self._run(self._graph)])
+            yield max(reckoned, spent[0])
         self._graph.free()
         self._graph = None
-        return max(min(spent), 1e-9)
+        return max(spent[0], 1e-9)
+
+    def _run(self, graph: Graph) -> float:
+        began = self._clock()
+        graph.compute()
+        seconds = self._clock() - began
+        self.n_runs += 1
+        self._n_too_long += seconds > _TOO_LONG_S
+        if self._n_too_long > _MOST_TOO_LONG:
+            raise ExecutorError(f"{graph.name} took {seconds:.2g} s: something else computes")
+        return seconds
 
     def _reckoned(self, form: AttentionForm, n_tokens: int, n_rows: int, row: list[float]) -> float:
         """The longer of what fewer rows, and fewer tokens over as many, say: 0 where neither was measured."""

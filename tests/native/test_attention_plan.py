@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from engines import batch_of, executor_over, feed, loaded
 from tiny_models import VOCAB, write_llama
 
-from ggml_engine.errors import AllocationError
+from ggml_engine.errors import AllocationError, ExecutorError
 from ggml_engine.executor import calibration, measured_times, planned_rows
 from ggml_engine.executor.attention_choice import ROWS, TOKENS
 from ggml_engine.executor.executor import GgmlExecutor
@@ -36,6 +37,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(measured_times, "directory", lambda: tmp_path / "attention")
     monkeypatch.delenv(measured_times.SWITCH, raising=False)
     monkeypatch.setattr(calibration, "_MOST_UNITS", 1)  # times are no test's matter
+    monkeypatch.setattr(calibration, "_TOO_LONG_S", math.inf)
+    monkeypatch.setattr(calibration, "_SPREAD", math.inf)
     return tmp_path / "attention"
 
 
@@ -305,3 +308,50 @@ def test_a_slice_ends_before_a_run_that_would_be_too_long(
             longest = max(longest, clock.now - before)
         assert 0 < longest <= calibration.SLICE_S + seconds
         assert clock.now < 5, "all of it takes some seconds"
+
+
+def measured_with(
+    model: Model, monkeypatch: pytest.MonkeyPatch, seconds_of_run: Callable[[int], float]
+) -> calibration.Calibration:
+    """A measuring whose runs take such times."""
+    clock = Clock(0.0)
+
+    def compute(_: Any) -> None:
+        clock.seconds += 1
+        clock.now += seconds_of_run(int(clock.seconds))
+
+    monkeypatch.setattr(calibration.Graph, "compute", compute)
+    with executor_over(model, calibrate=True, capacity=512) as executor:
+        assert executor.attention.subject is not None
+        pending = calibration.Calibration(executor.attention.subject, clock)
+        try:
+            while pending.step():
+                pass
+        finally:
+            pending.free()
+    return pending
+
+
+def test_runs_that_take_far_too_long_end_the_measuring(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_TOO_LONG_S", 0.03)
+    found = measured_with(model, monkeypatch, lambda i: 0.5 if i in {1, 20} else 0.001)
+    assert found.times is not None, "one or two are bad luck"
+    with pytest.raises(ExecutorError, match="something else computes"):
+        measured_with(model, monkeypatch, lambda _: 0.5)
+
+
+def test_runs_that_differ_are_repeated_and_end_the_measuring(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_SPREAD", 1.3)
+    found = measured_with(model, monkeypatch, lambda i: 0.001 * (1 + i % 3))
+    assert found.times is not None
+    with pytest.raises(ExecutorError, match="once"):
+        measured_with(model, monkeypatch, lambda i: 0.02 * 0.5**i)
+
+
+def test_measuring_that_was_disturbed_keeps_nothing(model: Model, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setattr(calibration, "_TOO_LONG_S", 0.0)
+    with executor_over(model, calibrate=True, capacity=512) as executor:
+        while executor.do_idle_work():
+            pass
+        assert not cache.exists()
+        assert not executor.do_idle_work(), "not tried again by itself"
