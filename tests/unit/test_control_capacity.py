@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import tracemalloc
 
 import pytest
@@ -288,12 +289,13 @@ def test_a_prefill_waits_for_the_cells_of_those_that_run() -> None:  # R50
     with bench(capacity=64, max_batch_tokens=16) as b:
         first, second = b.open(), b.open()
         ends: list[str] = []
+        told = threading.Event()
         with b.executor.holding_forward(after=20) as gate:
             one = b.start(first, [1], 40, on_settled=lambda _: (ends.append("one"), first.close()))
             gate.wait_held()
-            two = b.start(second, list(range(50)), 5, on_settled=lambda _: ends.append("two"))
+            two = b.start(second, list(range(50)), 5, on_settled=lambda _: (ends.append("two"), told.set()))
         assert one.wait(WAIT_S)
-        assert two.wait(WAIT_S)
+        assert told.wait(WAIT_S)  # a little after the end
         assert one.tokens == b.expected([1], 40)
         assert two.reason is Reason.LENGTH, two.error
         assert two.tokens == b.expected(list(range(50)), 5)
