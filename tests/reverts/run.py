@@ -20,12 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-TIMEOUT_S = 300
+TIMEOUT_S = 600
+WORKERS = max(1, min(4, (os.cpu_count() or 1)))  # most of these tests compute with one thread
 NATIVE = "+++ b/ggml_engine/native/"  # in a patch of what is compiled
 RESULT = re.compile(r"^(tests/\S+?\.py)::(.+?) (PASSED|FAILED|ERROR)\b")
 STARTED = re.compile(r"^(tests/\S+?\.py)::(.+?) ?$")
@@ -134,21 +136,25 @@ def try_revert(revert: Revert) -> tuple[bool, str, Outcome | None]:
 
 def is_green_without(reverts: list[Revert]) -> bool:
     """Whether the tests pass where nothing is reverted; that also shows that every named group is there."""
-    tests = tuple(sorted({test for revert in reverts for test in revert.tests}))
-    with tempfile.TemporaryDirectory() as scratch:
+    by_file: dict[str, set[str]] = {}
+    for test in (test for revert in reverts for test in revert.tests):
+        by_file.setdefault(test.split("::")[0], set()).add(test)
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(WORKERS) as workers:
         folder = Path(scratch)
         copy_of_the_package(folder)
-        outcome = run_tests(folder, tests)
-    missing = {group for revert in reverts for group in revert.red} - outcome.green
+        selected = [(file,) if file in tests else tuple(sorted(tests)) for file, tests in by_file.items()]
+        outcomes = list(workers.map(lambda tests: run_tests(folder, tests), selected))
+    bad = [outcome for outcome in outcomes if outcome.status != "green"]
+    missing = {group for revert in reverts for group in revert.red}.difference(*(each.green for each in outcomes))
     print(
-        f"{'ok' if outcome.status == 'green' and not missing else 'BAD':4} without a revert: {outcome.status}",
+        f"{'BAD' if bad or missing else 'ok':4} without a revert: {len(outcomes)} files, {len(bad)} not green",
         flush=True,
     )
-    if outcome.status != "green":
+    for outcome in bad:
         print(outcome.output[-4000:])
     if missing:
         print(f"     groups that no green test belongs to: {', '.join(sorted(missing))}")
-    return outcome.status == "green" and not missing
+    return not bad and not missing
 
 
 def main(names: list[str]) -> int:
@@ -160,12 +166,12 @@ def main(names: list[str]) -> int:
     reverts = [revert for revert in reverts if not names or revert.name in names]
     start = time.monotonic()
     all_noticed = is_green_without(reverts)
-    for revert in reverts:
-        is_noticed, told, outcome = try_revert(revert)
-        all_noticed &= is_noticed
-        print(f"{'ok' if is_noticed else 'BAD':4} {revert.name:44} {told}", flush=True)
-        if outcome is not None and not is_noticed:
-            print(outcome.output[-4000:])
+    with ThreadPoolExecutor(WORKERS) as workers:
+        for revert, (is_noticed, told, outcome) in zip(reverts, workers.map(try_revert, reverts), strict=True):
+            all_noticed &= is_noticed
+            print(f"{'ok' if is_noticed else 'BAD':4} {revert.name:44} {told}", flush=True)
+            if outcome is not None and not is_noticed:
+                print(outcome.output[-4000:])
     print(f"{len(reverts)} reverts in {time.monotonic() - start:.0f} s, {'all' if all_noticed else 'NOT ALL'} noticed")
     return 0 if all_noticed else 1
 
