@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,14 +134,14 @@ class Steps:
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[dict[int, int]] = []
-        forward = engine.executor.forward
+        forward_outputs = engine.executor.forward_outputs
 
-        def noted(batch: Batch) -> object:
+        def noted(batch: Batch, needs: Any) -> object:
             ids, counts = np.unique(batch.sequences, return_counts=True)
             self.rows.append(dict(zip(ids.tolist(), counts.tolist(), strict=True)))
-            return forward(batch)
+            return forward_outputs(batch, needs)
 
-        monkeypatch.setattr(engine.executor, "forward", noted)
+        monkeypatch.setattr(engine.executor, "forward_outputs", noted)
 
 
 def sequence_of(session: Session) -> int:
