@@ -21,7 +21,7 @@ LINKS = ("cli", "models", "pool")
 KERNEL = "ggml_engine/native/_cell_attention"
 KERNEL_SOURCES = {
     path.relative_to(ROOT).as_posix()
-    for path in (ROOT / "ggml_engine" / "native").iterdir()
+    for path in (ROOT / "ggml_engine" / "native").glob("*")  # none where the source tree is gone
     if path.suffix in {".c", ".h", ".inc"}
 }
 
