@@ -13,9 +13,11 @@ from adapters import write_adapter
 from engines import Logits, batch_of, executor_over, feed, loaded
 from forged_models import taken_apart
 from gguf import GGMLQuantizationType, quants
+from native_buffers import recorded_buffers
 from quantised import blocks_of
 from saved_models import SavedModel, write_model
 from tiny_models import VOCAB
+from wide_llama import EXPERTS, LEFT_OUT, SIZES
 
 from ggml_engine import loading
 from ggml_engine.control.machine_memory import MachineMemory
@@ -30,18 +32,6 @@ from ggml_engine.models.model import Model, load_model
 from ggml_engine.models.prefill_weights import MIN_TOKENS
 
 TOKENS: list[int] = np.random.default_rng(8).integers(3, VOCAB, 40).tolist()
-SIZES: dict[str, Any] = {
-    "block_count": 2,
-    "context_length": 512,
-    "embedding_length": 256,
-    "feed_forward_length": 256,
-    "attention.head_count": 4,
-    "attention.head_count_kv": 2,
-    "attention.layer_norm_rms_epsilon": 1e-5,
-    "rope.freq_base": 10000.0,
-}
-EXPERTS: dict[str, Any] = {"expert_count": 4, "expert_used_count": 2}
-LEFT_OUT = ("rope_freqs", r"\.bias$")
 FLOATS = ["f16", "bf16", "f32"]
 OPTIONS: dict[str, Any] = {"capacity": 64 * MIN_TOKENS, "k_type": "f32", "v_type": "f32"}
 
@@ -176,14 +166,7 @@ def test_matrices_larger_than_a_piece_are_converted_whole(q4_1: Path, monkeypatc
 @pytest.fixture
 def buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[Buffer]]]:
     """Every native buffer made during the test."""
-    made: list[weakref.ref[Buffer]] = []
-    start = Buffer.__init__
-
-    def recorded(self: Buffer, *arguments: Any, **options: Any) -> None:
-        start(self, *arguments, **options)
-        made.append(weakref.ref(self))
-
-    monkeypatch.setattr(Buffer, "__init__", recorded)
+    made = recorded_buffers(monkeypatch)
     yield made
     assert all(buffer() is None or buffer()._ptr is None for buffer in made)  # type: ignore[union-attr]
 

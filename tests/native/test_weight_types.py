@@ -18,6 +18,7 @@ from forged_models import find_tensor, taken_apart
 from libllama import Oracle
 from saved_models import SavedModel, write_model
 from tiny_models import VOCAB
+from wide_llama import EXPERTS, LEFT_OUT, SIZES
 
 from ggml_engine.errors import WeightError
 from ggml_engine.ggml.backends import buffer_type_name, cpu_device, extra_buffer_types
@@ -32,18 +33,6 @@ PIECES = (TOKENS[:17], *([token] for token in TOKENS[17:]))  # one product of ma
 TYPES = sorted(kind.name for kind in MATMUL_TYPES)
 STORAGE_ONLY = sorted(kind.name for kind in set(TensorType) - MATMUL_TYPES)
 ROUTER = {r"ffn_gate_inp\.": "F32"}
-SIZES: dict[str, Any] = {
-    "block_count": 2,
-    "context_length": N_CELLS,
-    "embedding_length": 256,
-    "feed_forward_length": 256,
-    "attention.head_count": 4,
-    "attention.head_count_kv": 2,
-    "attention.layer_norm_rms_epsilon": 1e-5,
-    "rope.freq_base": 10000.0,
-}
-EXPERTS: dict[str, Any] = {"expert_count": 4, "expert_used_count": 2}
-LEFT_OUT = ("rope_freqs", r"\.bias$")
 
 
 def write(path: Path, kind: str, *, experts: bool = False, **options: Any) -> Path:

@@ -14,6 +14,7 @@ from architecture_rows import model_file
 from engines import executor_over, feed, loaded, running
 from forged_models import find_tensor, taken_apart
 from gguf_forge import GGUFForge
+from native_buffers import recorded_buffers
 from tiny_models import F16, F32, Q4_0, VOCAB, write_gemma3, write_llama
 
 from ggml_engine.errors import CancelledError, GGUFError
@@ -28,15 +29,7 @@ TOKENS = [5, 9, 13, 200, 301, 7]
 @pytest.fixture
 def buffers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Buffer]]:
     """Every native buffer made during the test."""
-    made: list[weakref.ref[Buffer]] = []
-    start = Buffer.__init__
-
-    def recorded(self: Buffer, *arguments: Any, **options: Any) -> None:
-        start(self, *arguments, **options)
-        made.append(weakref.ref(self))
-
-    monkeypatch.setattr(Buffer, "__init__", recorded)
-    return made
+    return recorded_buffers(monkeypatch)
 
 
 def n_alive(buffers: list[weakref.ref[Buffer]]) -> int:
