@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from ggml_engine.bench.driver import Driver, Room
 from ggml_engine.bench.measure import Contestant, interleave
@@ -107,8 +108,7 @@ def _decode(setting: Setting, row: Row, drivers: list[Driver], series: list[Seri
             driver.decode(each)
 
     contestants = [
-        Contestant(driver.name, lambda driver=driver: driver.rewind([history]), lambda driver=driver: run(driver))  # type: ignore[misc]
-        for driver in drivers
+        Contestant(driver.name, partial(driver.rewind, [history]), partial(run, driver)) for driver in drivers
     ]
     interleave(contestants, setting.repetitions, into=[each.values for each in series])
 

@@ -181,7 +181,7 @@ def plan_read_exactly(
 
 
 def _joined_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """The union of spans that ascend."""
+    """The union of spans that ascend: as `merge_stretches`, for the few of a decoding step, where numpy costs more."""
     joined = [spans[0]]
     for row, n in spans[1:]:
         last, n_last = joined[-1]
