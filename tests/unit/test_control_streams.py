@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -551,3 +552,25 @@ def test_another_thread_is_not_taken_for_the_engines_after_its_end() -> None:  #
             thread.join(WAIT_S)
         assert len(seen) == 20
         assert all(isinstance(error, ClosedError) for error in seen), seen
+
+
+def test_who_waits_for_the_end_is_not_woken_by_every_token_and_who_reads_is() -> None:
+    with bench() as b:
+        woken: list[int] = []
+        generation = b.open().generate_async(PROMPT, greedy(), max_tokens=6)
+        generation.wait()
+        state = generation._state
+        notify = state._changed.notify_all
+        state._changed.notify_all = lambda: (woken.append(1), notify())[1]  # type: ignore[method-assign]
+        state.stats.reason = None  # as if it still ran
+        state.publish(Update(tokens=(1,), text="a"))
+        assert not woken
+        reader = threading.Thread(target=state.wait, args=(len(state.updates), WAIT_S))
+        reader.start()
+        while not state._n_reading:
+            time.sleep(0.001)
+        state.publish(Update(tokens=(2,), text="b"))
+        reader.join(WAIT_S)
+        assert not reader.is_alive()
+        assert woken == [1]
+        state.stats.reason = Reason.LENGTH
