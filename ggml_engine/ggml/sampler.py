@@ -206,8 +206,8 @@ class Sampler:
         if self._shaping is not None:
             candidates[:] = candidates[np.argsort(-candidates["logit"], kind="stable")]
         k = self.config.top_k
-        values = candidates["logit"][: k + 1]
-        if not bool((values[:-1] > values[1:]).all()):
+        values = candidates["logit"][: k + 1].tolist()
+        if len(set(values)) < len(values):
             return None
         # in this order, `sorted` only spares the work that leads to the same order again
         array.size, array.sorted = k, True
