@@ -49,6 +49,7 @@ from ggml_engine.models.adapter import Adapter
 from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
 from ggml_engine.models.attention import ATTENTION_OPTIONS, AttentionForm, AttentionOption
 from ggml_engine.models.blocks import ModelGraph
+from ggml_engine.models.joint import JointProducts
 from ggml_engine.models.model import Model
 from ggml_engine.pool.cells import CellCache
 from ggml_engine.pool.kv_types import QUANTISED, KvFormat, VLayout, kv_type
@@ -607,6 +608,7 @@ class GgmlExecutor(Executor):
                 rows_apart=self.options.deterministic,
                 ends_at_norm=key.gives_hidden,
                 adapted=inputs.adapted,
+                joint=self._joint_products(b, key.n_tokens),
             )
             result = self.model.architecture.graph(g)
             if result is not None:
@@ -620,6 +622,11 @@ class GgmlExecutor(Executor):
         except BaseException:
             b.free()
             raise
+
+    def _joint_products(self, b: GraphBuilder, n_tokens: int) -> JointProducts | None:
+        if any(backend.device.kind != "cpu" for backend in self.model.backends):
+            return None
+        return JointProducts.find(b, n_tokens, self.model.threads.of_step(n_tokens))
 
     # ---- what can wait
 
