@@ -74,7 +74,8 @@ def kernel_params(
 ) -> Any:
     """The constants of an operation, as memory that must live as long as its graph.
 
-    `merges`: the parts are added up in the same operation. At most `n_threads` work at once, each on at most `n_queries`: tokens times the heads that share a K/V head.
+    `merges`: the parts are added up in the same operation. At most `n_threads` work at once, each on at most
+    `n_queries`: tokens times the heads that share a K/V head.
     """
     to_float = [_converter(libraries, each) for each in (k_type, v_type)]
     packed = _PARAMS.pack(

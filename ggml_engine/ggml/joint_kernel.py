@@ -64,11 +64,18 @@ class JointKernel:
         return n_tokens <= _MOST_TOKENS
 
     def params(
-        self, weights: Sequence[TensorType], n_dims: int, n_tokens: int, n_threads: int, eps: float | None, *, sums: bool
+        self,
+        weights: Sequence[TensorType],
+        n_dims: int,
+        n_tokens: int,
+        n_threads: int,
+        *,
+        eps: float | None = None,
+        adds: bool = False,
     ) -> tuple[Any, int]:
         """The constants of an operation, as memory that must live as long as its graph, and its floats of scratch.
 
-        `eps` is that of the norm before it, None for none; `sums`: something is added. At most `n_threads` work at once.
+        `eps` is that of the norm before it, None for none. At most `n_threads` work at once.
         """
         dots = [dot for weight in weights if (dot := self._dot(weight)) is not None]
         kinds: list[int] = []
@@ -80,7 +87,7 @@ class JointKernel:
         forms = [kinds.index(dot.kind) if dot.kind in kinds else -1 for dot in dots]
         sizes = [int(self._libraries.base.ggml_row_size(kind, n_dims)) for kind in kinds]
         packed = _PARAMS.pack(
-            0.0 if eps is None else eps, len(dots), eps is not None, sums, n_threads, 0, 0,
+            0.0 if eps is None else eps, len(dots), eps is not None, adds, n_threads, 0, 0,
             *_filled(forms, -1), *_filled(sizes, 0), *_filled(packs, 0), *_filled([dot.function for dot in dots], 0),
         )  # fmt: skip
         memory = ffi.new("char[]", _PARAMS.size)

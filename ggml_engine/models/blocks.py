@@ -104,18 +104,17 @@ class ModelGraph:
 
     def linear(self, x: Tensor, weight: str, *, f32_accumulation: bool = False) -> Tensor:
         """weight x, times the scale, plus what adapters change, plus the bias, where there are any."""
-        if self.joint is not None and not f32_accumulation:
+        if not f32_accumulation:
             return self.linears(x, [weight])[0]
-        y = self.b.mul_mat(self.weight(weight), x, f"{weight}.out", f32_accumulation=f32_accumulation)
+        y = self.b.mul_mat(self.weight(weight), x, f"{weight}.out", f32_accumulation=True)
         return self._completed(y, weight, x)
 
     def linears(self, x: Tensor, weights: Sequence[str]) -> list[Tensor]:
         """As `linear`, of several weights: those that can be are one operation."""
         found: dict[str, Tensor] = {}
         if self.joint is not None:
-            names = [name for name in weights if self.joint.takes(x, self.weight(name))]
-            if names:
-                found = dict(zip(names, self.joint.multiply(x, [self.weight(n) for n in names], names[0]), strict=True))
+            taken = {name: self.weight(name) for name in weights if self.joint.takes(x, self.weight(name))}
+            found = self.joint.multiply(x, taken) if taken else {}
         for name in weights:
             if name not in found:
                 found[name] = self.b.mul_mat(self.weight(name), x, f"{name}.out")

@@ -7,7 +7,7 @@ graph's norms and products so far: a norm whose result is taken along is reached
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ggml_engine.ggml.joint_kernel import JointKernel, find_joint_kernel
@@ -56,28 +56,26 @@ class JointProducts:
         if x.ne[2:] == (1, 1) and weight.ne == (x.ne[0], 1, 1, 1):
             self._norms[y] = _Norm(x, weight, eps)
 
-    def multiply(self, x: Tensor, weights: Sequence[Tensor], name: str) -> list[Tensor]:
-        """The weights' products with x, all of which can be such."""
+    def multiply(self, x: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The products of weights with x, by the weights' names; all of them can be such."""
         norm = self._norms.get(x)
-        found = self._make(x, weights, norm, None, name)
-        if len(weights) == 1:
-            self._products[found[0]] = _Product(x, weights[0], norm)
-        return found
+        made = self._make(x, list(weights.values()), norm, None, [f"{name}.out" for name in weights])
+        if len(made) == 1:
+            self._products[made[0]] = _Product(x, *weights.values(), norm)
+        return dict(zip(weights, made, strict=True))
 
     def add(self, y: Tensor, other: Tensor, name: str) -> Tensor | None:
         """y + other; None where neither is such a product."""
         for summed, added in ((y, other), (other, y)):
             product = self._products.get(summed)
             if product is not None and added.ne == summed.ne:
-                return self._make(product.x, [product.weight], product.norm, added, name)[0]
+                return self._make(product.x, [product.weight], product.norm, added, [name])[0]
         return None
 
     def _make(
-        self, x: Tensor, weights: Sequence[Tensor], norm: _Norm | None, added: Tensor | None, name: str
+        self, x: Tensor, weights: Sequence[Tensor], norm: _Norm | None, added: Tensor | None, names: Sequence[str]
     ) -> list[Tensor]:
-        if norm is None:
-            return self._b.joint_products(self._kernel, x, weights, self._n_threads, added=added, name=name)
-        how = (norm.weight, norm.eps)
+        x, how = (x, None) if norm is None else (norm.x, (norm.weight, norm.eps))
         return self._b.joint_products(
-            self._kernel, norm.x, weights, self._n_threads, norm=how, added=added, name=name
+            self._kernel, x, weights, self._n_threads, norm=how, added=added, names=names
         )  # fmt: skip

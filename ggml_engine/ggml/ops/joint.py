@@ -26,13 +26,13 @@ class JointOps(ShapeOps):
         *,
         norm: tuple[Tensor, float] | None = None,
         added: Tensor | None = None,
-        name: str = "",
+        names: Sequence[str] = (),
     ) -> list[Tensor]:
         """Each weight [k, rows] times x f32 [k, tokens]: f32 [rows, tokens], views that lie one after the other.
 
         The same numbers as `mul_mat` of each with x; on a CPU only, over weights as the file has them. With `norm`, a
         weight f32 [k] and an eps, x is RMS-normed and multiplied with it first. `added` f32 [rows, tokens] is added to
-        the product of the only weight. At most `n_threads` work at once.
+        the product of the only weight. `names` are the products'. At most `n_threads` work at once.
         """
         what = "joint_products"
         given = (x, *weights)
@@ -53,8 +53,8 @@ class JointOps(ShapeOps):
             fits = added.type == TensorType.F32 and added.ne == (n_rows, n_tokens, 1, 1) and added.has_contiguous_rows
             require(fits and len(weights) == 1, what, "what is added must be as the product", *given, added)
         params, n_scratch = kernel.params(
-            [weight.type for weight in weights], n_dims, n_tokens, n_threads, None if norm is None else norm[1],
-            sums=added is not None,
+            [weight.type for weight in weights], n_dims, n_tokens, n_threads,
+            eps=None if norm is None else norm[1], adds=added is not None,
         )  # fmt: skip
         self.kept.append(params)
         sources = [x, *weights, *([] if norm is None else [norm[0]]), *([] if added is None else [added])]
@@ -64,10 +64,11 @@ class JointOps(ShapeOps):
             ctx, int(TensorType.F32), n_rows * n_tokens + n_scratch, 1, 1, 1, pointers, len(sources), kernel.operation,
             _ALL_TASKS, params,
         )  # fmt: skip
-        held = self._named(ptr, f"{name}.held")
+        names = names or [""] * len(weights)
+        held = self._named(ptr, f"{names[0]}.held")
         views = []
         first = 0
-        for weight in weights:
-            views.append(self.view(held, (weight.ne[1], n_tokens), (4 * n_rows,), 4 * first))
+        for weight, name in zip(weights, names, strict=True):
+            views.append(self.view(held, (weight.ne[1], n_tokens), (4 * n_rows,), 4 * first, name))
             first += weight.ne[1]
         return views
