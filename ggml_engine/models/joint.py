@@ -61,7 +61,7 @@ class JointProducts:
         norm = self._norms.get(x)
         made = self._make(x, list(weights.values()), norm, None, [f"{name}.out" for name in weights])
         if len(made) == 1:
-            self._products[made[0]] = _Product(x, *weights.values(), norm)
+            self._products[made[0]] = _Product(x, next(iter(weights.values())), norm)
         return dict(zip(weights, made, strict=True))
 
     def add(self, y: Tensor, other: Tensor, name: str) -> Tensor | None:
