@@ -14,8 +14,20 @@ setup(
     ext_modules=[
         Extension(
             "ggml_engine.native._cell_attention",
-            sources=[f"{_NATIVE}/cell_attention{kind}.c" for kind in ("", "_avx2", "_neon")],
-            depends=[f"{_NATIVE}/{name}" for name in ("cell_attention.h", "cell_attention.inc", "cell_products.inc")],
+            sources=[
+                *(f"{_NATIVE}/cell_attention{kind}.c" for kind in ("", "_avx2", "_neon")),
+                f"{_NATIVE}/joint_products.c",
+            ],
+            depends=[
+                f"{_NATIVE}/{name}"
+                for name in (
+                    "cell_attention.h",
+                    "cell_attention.inc",
+                    "cell_products.inc",
+                    "ggml_tensor.h",
+                    "joint_products.h",
+                )
+            ],
             # Microsoft's compiler, which knows neither, finds no kernel in the sources
             extra_compile_args=[] if sys.platform == "win32" else ["-O3", "-fvisibility=hidden"],
             optional=True,

@@ -19,6 +19,7 @@ from ggml_engine.ggml.ops.experts import n_tensors_apart
 from ggml_engine.models.adapted import max_nodes
 from ggml_engine.models.attention import AttentionForm
 from ggml_engine.models.blocks import ModelGraph
+from ggml_engine.models.joint import JointProducts
 from ggml_engine.models.model import Model
 from ggml_engine.pool.registry import GgmlCache
 
@@ -86,6 +87,7 @@ class StepGraphs:
                 rows_apart=self._is_deterministic,
                 ends_at_norm=key.gives_hidden,
                 adapted=inputs.adapted,
+                joint=self._joint_products(b, key.n_tokens),
             )
             result = model.architecture.graph(g)
             if result is not None:
@@ -101,3 +103,8 @@ class StepGraphs:
         except BaseException:
             b.free()
             raise
+
+    def _joint_products(self, b: GraphBuilder, n_tokens: int) -> JointProducts | None:
+        if any(backend.device.kind != "cpu" for backend in self._model.backends):
+            return None
+        return JointProducts.find(b, n_tokens, self._model.threads.of_step(n_tokens))
