@@ -45,8 +45,9 @@ from ggml_engine.models.adapter_set import AdapterSet
 from ggml_engine.models.fingerprint import metadata_fingerprint
 from ggml_engine.models.kv_estimate import estimate_bytes_per_cell
 from ggml_engine.pool.arguments import checked_int
-from ggml_engine.pool.cells import CellCache, Placement
+from ggml_engine.pool.cells import CellCache
 from ggml_engine.pool.kv_types import KvFormat, kv_type
+from ggml_engine.pool.step import Placement
 
 
 class LlamaExecutor(Executor):
@@ -169,6 +170,11 @@ class LlamaExecutor(Executor):
             self._cells.length(sequence)  # refuses what is not open
             self._memory.cut(sequence, 0)
             self._cells.close(sequence)
+
+    @property
+    def clones_anywhere(self) -> bool:
+        """Whether a sequence can be cloned at each of its positions: the memory keeps all, or the last state alone."""
+        return self.model.keeps_positions
 
     def clone(self, source: int, upto: int) -> int | None:
         """A new sequence that shares the first `upto` positions of `source`; nothing is copied.

@@ -6,6 +6,8 @@ is read of it.
 
 from __future__ import annotations
 
+import numpy as np
+
 from ggml_engine.executor.best_rows import MAX_NODES, BestRows
 from ggml_engine.executor.graph_cache import ReadyGraph
 from ggml_engine.executor.inputs import GraphInputs, GraphKey
@@ -92,8 +94,10 @@ class StepGraphs:
             name = f"{hp.architecture} graph of {key.n_tokens} tokens over rows {key.reads}"
             graph = Graph(b, model.backends, name, self._abort, model.threads.of_step(key.n_tokens))
             # asked once for a graph: each native call gives Python's lock away
-            view = None if result is None else host_view(model.libraries, result)
-            return ReadyGraph(graph, inputs, result, view, best)
+            rows = None
+            if result is not None and (view := host_view(model.libraries, result)) is not None:
+                rows = np.frombuffer(view, np.float32).reshape(-1, result.ne[0])
+            return ReadyGraph(graph, inputs, result, rows, best)
         except BaseException:
             b.free()
             raise
