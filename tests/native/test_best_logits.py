@@ -25,13 +25,13 @@ SIZES = (1, 31, 127, 128, 129, 512, 1000, 5000, 49152)
 
 
 def native(row: Row, need: RowNeed) -> tuple[list[int], bytes] | None:
-    assert candidates._native_best is not None
-    found = candidates._native_best(row, need.n_tokens, need.n_best)
+    assert candidates._native is not None
+    found = candidates._native.best(row, need.n_tokens, need.n_best)
     return None if found is None else (np.frombuffer(found[0], np.int32).tolist(), found[1])
 
 
 def test_it_is_there_where_there_is_a_compiler() -> None:
-    assert candidates._native_best is not None or not has_compiler()
+    assert candidates._native is not None or not has_compiler()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,7 +59,7 @@ def test_what_is_not_finite_is_found_wherever_it_is_and_nowhere_else(value: floa
 
 
 def test_rows_of_another_kind_are_refused() -> None:
-    search = candidates._native_best
+    search = candidates._native
     assert search is not None
     row = np.zeros(1000, np.float32)
     for bad, error in ((row.astype(np.float64), TypeError), (row[::2], (ValueError, BufferError))):
@@ -75,7 +75,7 @@ def test_candidates_are_the_same_without_it(monkeypatch: pytest.MonkeyPatch) -> 
     for need in (RowNeed(1, 49152), RowNeed(41, 49000, log_sum=True), RowNeed(1024, 49152)):
         found = best_of(row, need)
         with monkeypatch.context() as patch:
-            patch.setattr(candidates, "_native_best", None)
+            patch.setattr(candidates, "_native", None)
             plain = best_of(row, need)
         assert found.ids.tolist() == plain.ids.tolist()
         assert found.logits.tobytes() == plain.logits.tobytes()
