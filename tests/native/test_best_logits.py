@@ -59,8 +59,9 @@ def test_what_is_not_finite_is_found_wherever_it_is_and_nowhere_else(value: floa
 
 
 def test_rows_of_another_kind_are_refused() -> None:
-    search = candidates._native
-    assert search is not None
+    native_search = candidates._native
+    assert native_search is not None
+    search = native_search.best
     row = np.zeros(1000, np.float32)
     for bad, error in ((row.astype(np.float64), TypeError), (row[::2], (ValueError, BufferError))):
         with pytest.raises(error):
