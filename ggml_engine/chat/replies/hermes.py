@@ -130,7 +130,7 @@ def coder_rule(grammar: Grammar, tool: Tool, name: str) -> str:
         begin = grammar.literal(f"<parameter={key}>\n")
         value = f"{name}-{index}"
         if _is_text(schema) and set(schema) <= {"type", "description", "title", "default"}:
-            body = grammar.until(value, _VALUE_CLOSED)
+            body = f'{grammar.until(value, "</parameter>")} "\\n"'
         else:
             # an enum of texts stands without quotes, as any text does
             body = f"{_bare(grammar, schema) or grammar.schema(schema, value)} {grammar.literal(_VALUE_CLOSED)}"
