@@ -1,0 +1,1 @@
+"""Named sessions, anonymous requests and a shared prefix cache over one runner."""
