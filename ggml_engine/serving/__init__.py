@@ -1,1 +1,0 @@
-"""Named sessions, anonymous requests and a shared prefix cache over one runner."""
