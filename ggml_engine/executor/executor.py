@@ -7,20 +7,16 @@ that touches ggml runs on the caller's thread; callers on several threads take t
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.errors import (
     CacheError,
-    ClosedError,
     ExecutorError,
     InputError,
     OptionError,
@@ -30,136 +26,33 @@ from ggml_engine.errors import (
 from ggml_engine.executor.admission import accepts_embeddings, check_batch, check_positions
 from ggml_engine.executor.attention_plan import AttentionPlan
 from ggml_engine.executor.batch import Batch
-from ggml_engine.executor.best_rows import MAX_NODES, BestKey, BestRows
+from ggml_engine.executor.best_rows import BestKey
 from ggml_engine.executor.cell_image import CellImageReader, CellImageWriter
 from ggml_engine.executor.compaction import Compaction
 from ggml_engine.executor.graph_cache import GraphCache, ReadyGraph
 from ggml_engine.executor.image import KvImage
-from ggml_engine.executor.inputs import GraphInputs, GraphKey
-from ggml_engine.executor.outputs import NeededRows, Outputs, WholeRows, check_needs
+from ggml_engine.executor.inputs import GraphKey
+from ggml_engine.executor.options import DETERMINISTIC_ROW_TILE, ExecutorOptions
+from ggml_engine.executor.outputs import Outputs, check_needs
+from ggml_engine.executor.placed_step import Asked, PlacedStep
 from ggml_engine.executor.prepared import PreparedInput
 from ggml_engine.executor.protocol import Executor
+from ggml_engine.executor.result_rows import ResultRows
+from ggml_engine.executor.step_graphs import StepGraphs
+from ggml_engine.executor.turn import Turn
 from ggml_engine.ggml.abort import AbortFlag
-from ggml_engine.ggml.backends import Graph, get_data, host_view
-from ggml_engine.ggml.candidates import Candidates, RowNeed, best_of
-from ggml_engine.ggml.ops import GraphBuilder
-from ggml_engine.ggml.ops.experts import n_tensors_apart
-from ggml_engine.models.adapted import max_nodes
+from ggml_engine.ggml.candidates import RowNeed
 from ggml_engine.models.adapter import Adapter
 from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
-from ggml_engine.models.attention import ATTENTION_OPTIONS, AttentionForm, AttentionOption
-from ggml_engine.models.blocks import ModelGraph
+from ggml_engine.models.attention import AttentionForm
 from ggml_engine.models.model import Model
 from ggml_engine.pool.cells import CellCache
-from ggml_engine.pool.kv_types import QUANTISED, KvFormat, VLayout, kv_type
+from ggml_engine.pool.next_token import NextToken
 from ggml_engine.pool.pool_rows import PoolRows
 from ggml_engine.pool.registry import CacheConfig, ClonesAnywhere, build_cache
+from ggml_engine.pool.step import Placement
 
-T = TypeVar("T")
-
-_NODES_PER_LAYER = 72  # an upper bound for every architecture here; a graph that needs more is refused, not cut
-_NODES_OF_EXPERTS = 64  # router, products and shared experts
-_NODES_PER_EXPERT = 2  # of those that a token passes
-_PRODUCTS_OF_EXPERTS = 3  # gate, up and down
-_NODES_PER_PIECE = 8  # views, products and sums for every span that is read
-_NODES_BESIDE = 64
-_MAX_LOCKED_BYTES = 8 << 20  # a copy of at most a millisecond, during which Python's lock is kept
-
-# Rows that deterministic steps are a multiple of: kernels work on up to 8 rows at once, and on what is left over by
-# other code, which rounds differently.
-DETERMINISTIC_ROW_TILE = 8
-
-# What runs and blocks of reads are a multiple of in deterministic mode: kernels add up in as many lanes as a vector has
-# (64 is more than any here), so a shorter step in the number of rows, or in where a window begins, rounds differently.
-DETERMINISTIC_GRAIN = 64
-
-
-_NEEDS_ROWS: Final = ("cells", "flash", "flash_folded")
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutorOptions:
-    """How a model is executed.
-
-    `capacity` is in cells. `attention` "auto" takes what is fast on the device: on a CPU the compiled kernel ("cells")
-    where there is one, else the matmul form over V in columns, elsewhere flash attention over V in rows; the folded
-    forms read K and V once for all query heads that share them. `max_graph_bytes` bounds the working memory kept beside
-    the newest graph's. `deterministic` makes a sequence's logits independent of what runs beside it, of how its tokens
-    were cut into steps, and of where its cells lie: bit for bit, at some cost in speed (docs/determinism.md). `compact`
-    moves the cells that a sequence does not share together, once reading it in pieces has cost as much as that.
-    `candidates` says where the best logits of a row are found: inside the "graph", by this process in memory of the
-    "host", or ("auto") in the graph where the rows lie on a device. `calibrate` lets attention "auto" choose by times
-    that were measured on this machine, and measures them while there is nothing else to do (docs/performance.md).
-    """
-
-    capacity: int = 4096
-    max_batch_tokens: int = 512
-    attention: AttentionOption = "auto"
-    v_layout: Literal["auto", "rows", "columns"] = "auto"
-    k_type: str = "f16"
-    v_type: str = "f16"
-    cache_kind: str = "batched_cell"
-    deterministic: bool = False
-    max_graphs: int = 16
-    max_graph_bytes: int = 256 << 20
-    run: int = 64
-    read_block: int = 256
-    compact: bool = True
-    candidates: Literal["auto", "graph", "host"] = "auto"
-    calibrate: bool = False
-
-    def __post_init__(self) -> None:
-        if self.attention not in ATTENTION_OPTIONS:
-            raise OptionError(f"attention is one of {', '.join(ATTENTION_OPTIONS)}, asked for {self.attention!r}")
-        if self.v_layout not in ("auto", "rows", "columns"):
-            raise OptionError(f"v_layout is auto, rows or columns, asked for {self.v_layout!r}")
-        if self.candidates not in ("auto", "graph", "host"):
-            raise OptionError(f"candidates is auto, graph or host, asked for {self.candidates!r}")
-        if self.attention in _NEEDS_ROWS and self.v_layout == "columns":
-            raise OptionError(f"attention {self.attention!r} reads V in rows: it cannot go with v_layout 'columns'")
-        if self.deterministic and (self.attention not in ("auto", "matmul") or self.v_layout == "rows"):
-            raise OptionError(
-                "deterministic mode takes the matmul form over V in columns: leave attention and v_layout"
-            )
-        for name in ("capacity", "max_batch_tokens", "max_graphs", "max_graph_bytes", "run", "read_block"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise OptionError(f"{name} must be a positive integer, is {value!r}")
-        for name in ("compact", "calibrate"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name} is True or False, is {getattr(self, name)!r}")
-        if self.deterministic and (self.run % DETERMINISTIC_GRAIN or self.read_block % DETERMINISTIC_GRAIN):
-            raise OptionError(
-                f"deterministic mode needs run and read_block in multiples of {DETERMINISTIC_GRAIN}, "
-                f"they are {self.run} and {self.read_block}"
-            )
-
-    def resolve(
-        self, device_kind: str, *, usual_layout: VLayout = "columns", has_kernel: bool = False
-    ) -> tuple[AttentionForm, KvFormat]:
-        """The form and storage that the options stand for on a kind of device; `has_kernel`: "cells" can be had.
-
-        `usual_layout` is what V is laid out in on a CPU where both can be; "auto" gives the usual form over it: "cells"
-        over rows, or else the plain ones. Raises OptionError for what cannot go together.
-        """
-        wanted = usual_layout if self.v_layout == "auto" else self.v_layout
-        k_type, v_type = kv_type(self.k_type), kv_type(self.v_type)
-        if self.deterministic:
-            form = AttentionForm.MATMUL
-        elif self.attention == "auto" and has_kernel and wanted == "rows":
-            form = AttentionForm.CELLS
-        elif self.attention == "auto":
-            needs_rows = wanted == "rows" or v_type in QUANTISED or device_kind != "cpu"
-            form = AttentionForm.MATMUL if self.v_layout == "columns" or not needs_rows else AttentionForm.FLASH
-        else:
-            form = AttentionForm(self.attention)
-        layout = self.v_layout
-        if layout == "auto":
-            layout = "columns" if form.is_matmul else "rows"
-        kv_format = KvFormat(k_type, v_type, layout)
-        if form.is_matmul:
-            kv_format.check_matmul()
-        return form, kv_format
+_LOGITS = Asked()
 
 
 class GgmlExecutor(Executor):
@@ -200,32 +93,40 @@ class GgmlExecutor(Executor):
             ),
         )
         self._row_tile = DETERMINISTIC_ROW_TILE if self.options.deterministic else 1
-        self._join = self.attention.joins
+        join = self.attention.joins
         self._compacts = self.options.compact and self.attention.has_masks  # pieces cost the kernel nothing
-        self._compaction = Compaction(self.cache, model.backends, self._make_room, join=self._join)
-        self.graphs = GraphCache(self._build, self.options.max_graphs, self.options.max_graph_bytes)
+        self._compaction = Compaction(self.cache, model.backends, self._make_room, join=join)
+        self._abort = AbortFlag(model.libraries)
+        graphs = StepGraphs(
+            model,
+            self.cache,
+            self._abort,
+            join=join,
+            reading=self._reading,
+            is_deterministic=self.options.deterministic,
+        )
+        self.graphs = GraphCache(graphs.build, self.options.max_graphs, self.options.max_graph_bytes)
         on_device = model.n_offloaded > 0  # the output goes there first
         self._finds_in_graph = self.options.candidates == "graph" or (self.options.candidates == "auto" and on_device)
         self._current: ReadyGraph | None = None  # whose result is that of the newest step
+        self._last: PlacedStep | None = None  # to be moved on by the next token
+        self._moves_on = not self.attention.has_masks  # where all that changes is told by plans
         self._n_steps = 0
+        self._result_rows = ResultRows(model.libraries, model.hp.n_vocab)
         self._rows = PoolRows(self.cache.pool, self._make_room)
         self.n_forwarded = 0
         self.n_rows_read = 0
-        self.n_result_bytes = 0
         self.n_cells_peak = 0
-        self._abort = AbortFlag(model.libraries)
-        self._turn = threading.Lock()
-        self._to_close: deque[int] = deque()
-        self._closed = False
+        self._turn = Turn(self._close)
 
     # ---- limits
 
-    @property
+    @cached_property
     def capacity(self) -> int:
         """How many cells there are."""
         return self.cache.capacity
 
-    @property
+    @cached_property
     def max_positions(self) -> int:
         """The most positions of one sequence: all cells, or what the model has positions for."""
         return min(self.capacity, self.model.hp.max_positions or self.capacity)
@@ -240,12 +141,12 @@ class GgmlExecutor(Executor):
         """How many cells a run has."""
         return self.cache.run
 
-    @property
+    @cached_property
     def max_batch_tokens(self) -> int:
         """The most tokens of one forward."""
         return self.options.max_batch_tokens
 
-    @property
+    @cached_property
     def n_vocab(self) -> int:
         """The width of a row of logits."""
         return self.model.hp.n_vocab
@@ -299,20 +200,10 @@ class GgmlExecutor(Executor):
 
     def count_cells(self, sequences: Iterable[int]) -> int:
         """How many distinct cells these sequences own. Raises UnknownSequenceError."""
-        with self._turn_of_caller():
+        with self._turn:
             return self.cache.count_cells(sequences)
 
     # ---- sequences
-
-    @contextmanager
-    def _turn_of_caller(self) -> Iterator[None]:
-        with self._turn:
-            if self._closed:
-                raise ClosedError("the executor was closed")
-            while self._to_close:
-                with suppress(UnknownSequenceError):  # closed by hand, then by its finalizer
-                    self._close(self._to_close.popleft())
-            yield
 
     @property
     def adapters(self) -> AdapterSet:
@@ -324,7 +215,7 @@ class GgmlExecutor(Executor):
 
         Raises OptionError for adapters of another model, or that were freed.
         """
-        with self._turn_of_caller():
+        with self._turn:
             wanted = self._checked(self._adapters if adapters is None else adapters)
             sequence = self.cache.open()
             self._adapt(sequence, wanted)
@@ -348,18 +239,18 @@ class GgmlExecutor(Executor):
 
         Raises OptionError, with nothing freed, while sequences are open that use it, or new ones would.
         """
-        with self._turn_of_caller():
+        with self._turn:
             n_users = sum(adapter in adapters.adapters for adapters in self._adapters_of.values())
             if n_users or adapter in self._adapters.adapters:
                 what = f"{n_users} open sequences use" if n_users else "new sequences are opened with"
                 raise OptionError(f"{what} {adapter!r}")
-            self._current = None
+            self._current = self._last = None
             self.graphs.drop(lambda key: adapter in key.adapters)
             adapter.free()
 
     def close(self, sequence: int) -> None:
         """Drop a sequence; cells that nobody else owns are free again."""
-        with self._turn_of_caller():
+        with self._turn:
             self._close(sequence)
 
     def _close(self, sequence: int) -> None:
@@ -369,7 +260,7 @@ class GgmlExecutor(Executor):
 
     def close_later(self, sequence: int) -> None:
         """Drop a sequence before the next call; takes no turn, so that a finalizer may call it."""
-        self._to_close.append(sequence)
+        self._turn.to_close.append(sequence)
 
     @property
     def clones_anywhere(self) -> bool:
@@ -381,7 +272,7 @@ class GgmlExecutor(Executor):
 
         None where the cache has no room for it, or no clones. Raises UnknownSequenceError and PositionError.
         """
-        with self._turn_of_caller():
+        with self._turn:
             try:
                 sequence = self.cache.clone(source, upto)
             except (UnknownSequenceError, PositionError):
@@ -393,13 +284,13 @@ class GgmlExecutor(Executor):
 
     def rewind(self, sequence: int, to: int) -> None:
         """Drop what a sequence holds from position `to` on."""
-        with self._turn_of_caller():
+        with self._turn:
             self.cache.rewind(sequence, to)
             self._compaction.forget(sequence)
 
     def length(self, sequence: int) -> int:
         """Committed positions of a sequence."""
-        with self._turn_of_caller():
+        with self._turn:
             return self.cache.length(sequence)
 
     # ---- K/V outside of the executor
@@ -409,10 +300,10 @@ class GgmlExecutor(Executor):
 
         Raises UnknownSequenceError and PositionError.
         """
-        with self._turn_of_caller():
+        with self._turn:
             if not isinstance(self.cache, CellCache):
                 return None
-            return CellImageReader(self.cache, self._rows, self._turn_of_caller, parts)
+            return CellImageReader(self.cache, self._rows, self._turn, parts)
 
     def write_image(self, image: KvImage) -> CellImageWriter | None:
         """What opens sequences and brings their K/V in; None where the kind of cache is not made of cells.
@@ -420,10 +311,10 @@ class GgmlExecutor(Executor):
         Raises InputError for an image of others, PoolFullError, other kinds of CacheError for sequences that cannot be
         opened, and AllocationError; then nothing has changed.
         """
-        with self._turn_of_caller():
+        with self._turn:
             if not isinstance(self.cache, CellCache):
                 return None
-            return CellImageWriter(self.cache, self._rows, self._turn_of_caller, image)
+            return CellImageWriter(self.cache, self._rows, self._turn, image)
 
     # ---- steps
 
@@ -450,8 +341,8 @@ class GgmlExecutor(Executor):
         cannot be, with nothing changed; ComputeError, and AbortedError after `abort`, leave the step's cells claimed
         until its sequences are rewound or closed. ClosedError after `close_all`.
         """
-        with self._turn_of_caller():
-            return self._forward(batch, partial(self._read, shape=(batch.n_outputs, self.n_vocab)))
+        with self._turn:
+            return self._forward(batch, _LOGITS, self.n_vocab)
 
     def forward_outputs(self, batch: Batch, needs: Sequence[RowNeed]) -> Outputs:
         """As `forward`, with no more of each output than is needed: `needs` has one for each, in batch order.
@@ -460,29 +351,61 @@ class GgmlExecutor(Executor):
         be asked for later, until the next forward (ExecutorError), and until graphs are dropped.
         """
         check_needs(needs, batch.n_outputs, self.n_vocab)
-        with self._turn_of_caller():
-            best = BestKey.of(needs) if self._finds_in_graph else None
-            return self._forward(batch, partial(self._read_needed, needs=needs), best=best)
+        with self._turn:
+            asked = Asked(best=BestKey.of(needs)) if self._finds_in_graph else _LOGITS
+            step = self._compute(batch, asked)
+            found = self._result_rows.needed(step.ready, needs, partial(self._row_of_step, self._n_steps))
+            self._commit(step, batch)
+            return found
 
     def forward_hidden(self, batch: Batch) -> npt.NDArray[np.float32]:
         """As `forward`, with what the output weight would be multiplied with in place of logits: f32 [outputs, n_embd].
 
         The last layer's result after the final norm.
         """
-        with self._turn_of_caller():
-            shape = (batch.n_outputs, self.model.hp.n_embd)
-            return self._forward(batch, partial(self._read, shape=shape), gives_hidden=True)
+        with self._turn:
+            return self._forward(batch, Asked(gives_hidden=True), self.model.hp.n_embd)
 
-    def _forward(
-        self,
-        batch: Batch,
-        read: Callable[[ReadyGraph], T],
-        *,
-        gives_hidden: bool = False,
-        best: BestKey | None = None,
-    ) -> T:
-        self._current = None
+    def _forward(self, batch: Batch, asked: Asked, width: int) -> npt.NDArray[np.float32]:
+        step = self._compute(batch, asked)
+        rows = self._result_rows.read(step.ready, (batch.n_outputs, width))
+        self._commit(step, batch)
+        return rows
+
+    def _compute(self, batch: Batch, asked: Asked) -> PlacedStep:
+        """A step whose graph has its results, to be committed when they were read."""
+        last, self._last, self._current = self._last, None, None
         check_batch(self, batch, self.model.hp.n_embd)
+        moves_on = last is not None and last.moves_on(batch, asked, self.cache.pool.rows, self.model.hp.max_positions)
+        step = last if last is not None and moves_on else self._place(batch, asked)
+        step.ready.inputs.fill(batch, step.place, step.adapters, step.plans)
+        step.ready.graph.compute()
+        self._n_steps += 1
+        self._current = step.ready
+        return step
+
+    def _commit(self, step: PlacedStep, batch: Batch) -> None:
+        place = step.place
+        place.commit()
+        self.n_forwarded += batch.n_tokens
+        self.n_rows_read += place.n_rows
+        self.n_cells_peak = max(self.n_cells_peak, self.cache.used_cells)
+        if isinstance(place, NextToken):
+            self.graphs.n_reused += 1
+            self._last = step
+        else:
+            self._last = self._kept(step, place, batch)
+            if self._compacts and not step.plans:
+                self._compaction.note(place)
+
+    def _kept(self, step: PlacedStep, place: Placement, batch: Batch) -> PlacedStep | None:
+        """A committed step as it is kept for the next one, where it may be moved on to that."""
+        if not self._moves_on or not isinstance(self.cache, CellCache) or not batch.n_tokens == batch.n_outputs == 1:
+            return None
+        return replace(step, place=self.cache.next_token(place, step.plans))
+
+    def _place(self, batch: Batch, asked: Asked) -> PlacedStep:
+        """Admit a step, give it its cells, and find or build its graph."""
         step = self.cache.declare(batch.sequences)
         check_positions(step.positions, self.model.hp.max_positions, self.model.hp.architecture)
         adapters = self._adapters_in(batch)
@@ -492,24 +415,16 @@ class GgmlExecutor(Executor):
             self._compaction.before(step)
         placement = step.place(positions)
         self._make_room(placement.extent)
-        active = cast("tuple[Adapter, ...]", adapters.adapters)  # checked where the sequences were opened
+        # checked where the sequences were opened
+        active = () if adapters is NO_ADAPTERS else cast("tuple[Adapter, ...]", adapters.adapters)
         form = self.attention.form_of(batch.n_tokens, placement.rows_read)
         reading = self._reading if form is AttentionForm.CELLS else None
         plans = () if reading is None else reading.plans(placement)
-        key = GraphKey.of(batch, placement, self._row_tile, active, gives_hidden=gives_hidden, plans=plans, form=form)
-        ready = self.graphs.get(key if best is None else replace(key, best=best))
-        ready.inputs.fill(batch, placement, adapters, plans)
-        ready.graph.compute()
-        self._n_steps += 1
-        self._current = ready
-        result = read(ready)
-        placement.commit()
-        self.n_forwarded += batch.n_tokens
-        self.n_rows_read += sum(placement.rows_read)
-        self.n_cells_peak = max(self.n_cells_peak, self.cache.used_cells)
-        if self._compacts and not plans:
-            self._compaction.note(placement)
-        return result
+        key = GraphKey.of(
+            batch, placement, self._row_tile, active, gives_hidden=asked.gives_hidden, plans=plans, form=form
+        )
+        ready = self.graphs.get(key if asked.best is None else key._replace(best=asked.best))
+        return PlacedStep(placement, plans, ready, adapters, asked)
 
     def _adapters_in(self, batch: Batch) -> AdapterSet:
         """The adapters of all its sequences. Raises InputError where they are not the same."""
@@ -527,115 +442,26 @@ class GgmlExecutor(Executor):
             block = self.options.read_block
             extent = min(-(-extent // block) * block, self.cache.capacity)
         if self.cache.pool.must_grow(extent):
-            self._current = None
+            self._current = self._last = None
             self.graphs.clear()
             self.cache.pool.grow(extent)
 
-    def _read(self, ready: ReadyGraph, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
-        rows = np.empty(shape, np.float32)
-        if ready.result is not None:
-            self._copy_rows(ready, rows, 0)  # the first rows; padding comes last
-        return rows
-
-    def _copy_rows(self, ready: ReadyGraph, rows: npt.NDArray[np.float32], first: int) -> None:
-        """Fill `rows` [n, width] with those of the result from `first` on."""
-        assert ready.result is not None
-        view, at = ready.result_view, first * rows.shape[1] * rows.itemsize
-        if view is None or rows.nbytes > _MAX_LOCKED_BYTES:
-            get_data(self.model.libraries, ready.result, rows, at)
-        else:
-            rows.data.cast("B")[:] = view[at : at + rows.nbytes]
-        self.n_result_bytes += rows.nbytes
-
-    def _copied_row(self, ready: ReadyGraph, row: int) -> npt.NDArray[np.float32]:
-        found = np.empty(self.n_vocab, np.float32)
-        self._copy_rows(ready, found.reshape(1, -1), row)
-        return found
-
-    def _read_needed(self, ready: ReadyGraph, needs: Sequence[RowNeed]) -> Outputs:
-        if not any(need.n_best for need in needs):
-            return WholeRows(self._read(ready, (len(needs), self.n_vocab)), needs)
-        found: list[Candidates | None] = []
-        if ready.best is not None:
-            found, n_bytes = ready.best.read(needs, partial(self._copied_row, ready))
-            self.n_result_bytes += n_bytes
-        elif needs:
-            found = self._find_needed(ready, needs)
-        rows = [self._copied_row(ready, i) if each is None else each for i, each in enumerate(found)]
-        return NeededRows(rows, partial(self._row_of_step, self._n_steps))
-
-    def _find_needed(self, ready: ReadyGraph, needs: Sequence[RowNeed]) -> list[Candidates | None]:
-        """Candidates by the rows where they lie."""
-        view = ready.result_view
-        if view is None:
-            return [best_of(self._copied_row(ready, i), need) if need.n_best else None for i, need in enumerate(needs)]
-        rows = np.frombuffer(view, np.float32).reshape(-1, self.n_vocab)
-        found = [best_of(rows[i], need) if need.n_best else None for i, need in enumerate(needs)]
-        self.n_result_bytes += sum(each.n_bytes for each in found if each is not None)
-        return found
-
     def _row_of_step(self, n_steps: int, row: int) -> npt.NDArray[np.float32]:
-        with self._turn_of_caller():
+        with self._turn:
             if self._current is None or self._n_steps != n_steps:
                 raise ExecutorError("a row of logits is asked for after what came next has taken its place")
-            return self._copied_row(self._current, row)
-
-    def _build(self, key: GraphKey) -> ReadyGraph:
-        hp = self.model.hp
-        n_pieces = sum(len(spans) for spans in key.reads)
-        n_per_layer = _NODES_PER_LAYER + _NODES_PER_PIECE * n_pieces
-        if hp.experts is not None:
-            n_per_layer += _NODES_OF_EXPERTS + _NODES_PER_EXPERT * hp.experts.n_used
-            if self.options.deterministic:
-                n_per_layer += _PRODUCTS_OF_EXPERTS * n_tensors_apart(key.n_tokens)
-        n_apart = n_tensors_apart(key.n_tokens) if self.options.deterministic else 0
-        max_tensors = hp.n_layer * n_per_layer + _NODES_BESIDE + max_nodes(key.adapters, n_apart) + MAX_NODES
-        weights = self.model.weights_for(key.n_tokens)
-        n_outside = len(weights) + 2 * hp.n_layer + sum(2 * len(each.pairs) for each in key.adapters)
-        b = GraphBuilder(self.model.libraries, max_tensors, n_outside)
-        try:
-            reading = self._reading if key.form is AttentionForm.CELLS else None
-            inputs = GraphInputs(b, key, self.cache, hp.n_embd, join=self._join, reading=reading)
-            g = ModelGraph(
-                b,
-                hp,
-                weights,
-                inputs.tokens,
-                inputs.positions,
-                inputs.of_positions,
-                inputs.outputs,
-                key.n_outputs,
-                self.capacity,
-                inputs,
-                key.form,
-                inputs.prepared,
-                rows_apart=self.options.deterministic,
-                ends_at_norm=key.gives_hidden,
-                adapted=inputs.adapted,
-            )
-            result = self.model.architecture.graph(g)
-            if result is not None:
-                b.output(result, "result_hidden" if key.gives_hidden else "result_logits")
-            best = BestRows(b, result, key.best) if result is not None and key.best is not None else None
-            name = f"{hp.architecture} graph of {key.n_tokens} tokens over rows {key.reads}"
-            graph = Graph(b, self.model.backends, name, self._abort, self.model.threads.of_step(key.n_tokens))
-            # asked once for a graph: each native call gives Python's lock away
-            view = None if result is None else host_view(self.model.libraries, result)
-            return ReadyGraph(graph, inputs, result, view, best)
-        except BaseException:
-            b.free()
-            raise
+            return self._result_rows.row(self._current, row)
 
     # ---- what can wait
 
     def want_idle_work(self) -> None:
         """Let `do_idle_work` measure attention where that was never done here, also without `calibrate`."""
-        with self._turn_of_caller():
+        with self._turn:
             self.attention.want_times()
 
     def do_idle_work(self) -> bool:
         """A slice of measuring attention, where that was asked for and never done here; whether there is more."""
-        with self._turn_of_caller():
+        with self._turn:
             return self.attention.measure_some()
 
     def stats(self) -> dict[str, Any]:
@@ -646,7 +472,7 @@ class GgmlExecutor(Executor):
         return {
             "tokens_forwarded": self.n_forwarded,
             "rows_read": self.n_rows_read,
-            "result_bytes": self.n_result_bytes,
+            "result_bytes": self._result_rows.n_bytes,
             "moves": self._compaction.n_moves,
             "moves_failed": self._compaction.n_failed,
             "cells_moved": self._compaction.n_cells,
@@ -669,7 +495,7 @@ class GgmlExecutor(Executor):
         "free" those that are stored and held by nobody; "storage" is what the pool takes now, the sum of the three
         unless a step's storage could not be had. Raises UnknownSequenceError.
         """
-        with self._turn_of_caller():
+        with self._turn:
             parked = list(snapshots)
             self.cache.count_cells(parked)  # refuses ids that are not open
             n_live = self.cache.count_cells(set(self.cache.open_sequences) - set(parked))
@@ -684,9 +510,9 @@ class GgmlExecutor(Executor):
 
     def close_all(self) -> None:
         """Free graphs and pool; idempotent. Waits for a running step. The model stays."""
-        with self._turn:
-            self._closed = True
-            self._current = None
+        with self._turn.lock:
+            self._turn.is_closed = True
+            self._current = self._last = None
             self.attention.free()
             self.graphs.clear()
             self.cache.free()
