@@ -15,6 +15,12 @@ from ggml_engine import errors
 
 NAMES = {
     "CacheEntry",
+    "Choice",
+    "Reply",
+    "ServingOptions",
+    "ServingRequest",
+    "ServingRuntime",
+    "SessionInfo",
     "LeastRecentlyUsed",
     "Lookup",
     "Miss",
