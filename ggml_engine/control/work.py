@@ -45,7 +45,7 @@ class Work:
         self._from_candidates = sampler.sample_from if isinstance(sampler, CandidateSampler) else None
         self._need = sampler.need if isinstance(sampler, CandidateSampler) else WHOLE_ROW
         self._text = text
-        self._decoder = text.decoder()
+        self._decoder = text.decoder(self.request.config.shown_tokens)
         self._matcher = StopMatcher(self.request.config.stop)
         self._max_tokens = (
             self.request.max_tokens if self.request.max_tokens is not None else (self.request.config.max_tokens)

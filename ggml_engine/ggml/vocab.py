@@ -350,18 +350,22 @@ class StreamDecoder:
     """Text from tokens as they come: `push` gives what is certain, `finish` the rest.
 
     A character is never split: its bytes wait for the token that completes it. All pieces joined are what
-    `Vocabulary.decode` gives for all tokens. Not for use by two threads at once.
+    `Vocabulary.decode` gives for all tokens, and the text of the control tokens that are `shown`. Not for use by two
+    threads at once.
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, continues: bool = False) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, continues: bool = False, shown: frozenset[int] = frozenset()) -> None:
         self._vocabulary = vocabulary
+        self._shown = shown
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strips_space = vocabulary.adds_space and not continues
 
     def push(self, token: int) -> str:
         """The text that the token completes, perhaps empty. InputError for an id that is none."""
         data = self._vocabulary.piece(token)
-        if self._strips_space and data:
+        if not data and token in self._shown:
+            data = self._vocabulary.text(token).encode()
+        elif self._strips_space and data:
             data = data.removeprefix(b" ")
             self._strips_space = False
         return self._decoder.decode(data)

@@ -303,6 +303,38 @@ def test_a_stop_token_ends_it_and_is_not_shown() -> None:
         assert generation.tokens == tokens[:n]
 
 
+def test_hidden_tokens_have_text_where_they_are_to_be_shown() -> None:
+    with bench() as b:
+        tokens = b.expected(PROMPT, 6)
+        b.text.hidden = frozenset({tokens[1], tokens[3]})
+        sessions = [b.open(), b.open()]
+        hidden, shown = (
+            session.generate_async(PROMPT, greedy(shown_tokens=ids), max_tokens=6)
+            for session, ids in zip(sessions, (set(), {tokens[1]}), strict=True)
+        )
+        assert hidden.result(WAIT_S) == "".join(f"<{token}>" for token in tokens if token not in b.text.hidden)
+        assert shown.result(WAIT_S) == "".join(f"<{token}>" for token in tokens if token != tokens[3])
+        assert hidden.tokens == shown.tokens == tokens
+
+
+def test_a_stop_string_may_begin_and_end_in_shown_tokens() -> None:
+    with bench() as b:
+        tokens = b.expected(PROMPT, 6)
+        b.text.hidden = frozenset({tokens[1], tokens[3]})
+        stop = f"{tokens[1]}><{tokens[2]}><"
+        session = b.open()
+        generation = session.generate_async(PROMPT, greedy(shown_tokens=b.text.hidden, stop=[stop]), max_tokens=6)
+        assert generation.result(WAIT_S) == f"<{tokens[0]}><"
+        assert generation.reason is Reason.STOP
+        assert generation.tokens == tokens[:4]
+
+
+@pytest.mark.parametrize("bad", [{-1}, {"a"}, {True}, {1.5}, range(4097)])
+def test_shown_tokens_are_ids_of_tokens(bad: Any) -> None:
+    with pytest.raises(OptionError, match="shown"):
+        greedy(shown_tokens=bad)
+
+
 def test_an_end_token_ends_it_unless_it_is_to_be_ignored() -> None:
     with bench() as b:
         tokens = b.expected(PROMPT, 6)
