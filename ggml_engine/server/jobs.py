@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
+from ggml_engine.chat.tools import ToolChoice
 from ggml_engine.ggml.sampler_config import SamplerConfig
 
 MAX_CHOICES: Final = 8
@@ -26,10 +27,11 @@ class GenerationJob:
 
     `max_tokens` None means until the model ends or the context is full. `logprobs` is how many of the likeliest tokens
     are named beside each one, None for no probabilities at all. `session` is the name of a conversation whose K/V are
-    kept. `include_usage` asks for counts at the end of a stream.
+    kept. `include_usage` asks for counts at the end of a stream. `model` None is the server's
+    first; `schema_field` is what the dialect calls the field that a schema came in.
     """
 
-    model: str
+    model: str | None
     sampler: SamplerConfig
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -39,14 +41,7 @@ class GenerationJob:
     session: str | None = None
     stream: bool = False
     include_usage: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
-    """Whether tools may or must be called; `name` is the one that must be."""
-
-    mode: Literal["auto", "none", "required"] = "auto"
-    name: str | None = None
+    schema_field: str = "response_format"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +56,7 @@ class ChatJob(GenerationJob):
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
-    tool_choice: ToolChoice = ToolChoice()
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True
     variables: Mapping[str, Any] = field(default_factory=dict)
     opening: str = ""

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from ggml_engine.chat.tools import ToolChoice
 from ggml_engine.ggml.sampler_config import SamplerConfig
 from ggml_engine.server.dialects.anthropic_request import CountRequest, MessagesRequest
 from ggml_engine.server.dialects.chat_request import ChatRequest
@@ -14,7 +15,7 @@ from ggml_engine.server.dialects.responses_request import ResponseRequest
 from ggml_engine.server.dialects.sampling import SAMPLER_FIELDS, SamplingFields, session_of
 from ggml_engine.server.dialects.validation import validated
 from ggml_engine.server.errors import HttpProblem
-from ggml_engine.server.jobs import ChatJob, CompletionJob, ToolChoice
+from ggml_engine.server.jobs import ChatJob, CompletionJob
 
 HELLO = [{"role": "user", "content": "hello"}]
 BASES: dict[type, dict[str, Any]] = {

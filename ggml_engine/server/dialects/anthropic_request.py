@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from ggml_engine.chat.tools import ToolChoice
 from ggml_engine.server.dialects.parts import MAX_TOOLS, FunctionName, MediaPart, TemplateFlags, check_tools
 from ggml_engine.server.dialects.sampling import SamplingFields, StopField
 from ggml_engine.server.dialects.validation import Disabled, NoEffect, Refused, RequestModel, invalid, only
 from ggml_engine.server.errors import HttpProblem
-from ggml_engine.server.jobs import ChatJob, Message, ToolChoice
+from ggml_engine.server.jobs import ChatJob, Message
 
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -175,7 +176,7 @@ class OutputConfig(RequestModel):
 class PromptFields(SamplingFields):
     """What a prompt is made of: all of a request for counting."""
 
-    model: str
+    model: str | None = None
     messages: Annotated[list[MessageFields], Field(min_length=1), AfterValidator(_blocks_of_roles)]
     system: str | list[TextBlock] | None = None
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
@@ -213,6 +214,7 @@ class PromptFields(SamplingFields):
             parallel_tool_calls=not getattr(self.tool_choice, "disable_parallel_tool_use", False),
             variables=flags,
             opening=opening,
+            schema_field="output_config",
             **rest,
         )
 

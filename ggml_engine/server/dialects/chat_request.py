@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field
 
+from ggml_engine.chat.tools import ToolChoice
 from ggml_engine.server.dialects.parts import (
     ANY_OBJECT,
     MAX_TOOLS,
@@ -22,7 +23,7 @@ from ggml_engine.server.dialects.parts import (
 from ggml_engine.server.dialects.sampling import ChoicesField, CountField, SamplingFields, StopField
 from ggml_engine.server.dialects.validation import Disabled, NoEffect, Refused, RequestModel, only
 from ggml_engine.server.errors import HttpProblem
-from ggml_engine.server.jobs import MAX_TOP_LOGPROBS, ChatJob, Message, ToolChoice
+from ggml_engine.server.jobs import MAX_TOP_LOGPROBS, ChatJob, Message
 
 
 class TextPart(RequestModel):
@@ -168,7 +169,7 @@ def schema_of(wanted: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -
 class ChatRequest(SamplingFields):
     """What a client may say. `max_completion_tokens` and `max_tokens` are the same; one of them is to be given."""
 
-    model: str
+    model: str | None = None
     messages: Annotated[list[AnyMessage], Field(min_length=1)]
     max_tokens: CountField = None
     max_completion_tokens: CountField = None

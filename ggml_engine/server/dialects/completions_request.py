@@ -38,7 +38,7 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 class CompletionRequest(SamplingFields):
     """What a client may say. A prompt is a text or token ids; there may be several."""
 
-    model: str
+    model: str | None = None
     prompt: Annotated[Any, AfterValidator(_prompts)]
     max_tokens: CountField = None
     stop: StopField = None

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
+from ggml_engine.chat.tools import ToolChoice
 from ggml_engine.server.dialects.parts import (
     ANY_OBJECT,
     MAX_TOOLS,
@@ -23,7 +24,7 @@ from ggml_engine.server.dialects.parts import (
 from ggml_engine.server.dialects.sampling import CountField, SamplingFields, StopField
 from ggml_engine.server.dialects.validation import Disabled, NoEffect, Refused, RequestModel, only, unsupported
 from ggml_engine.server.errors import HttpProblem
-from ggml_engine.server.jobs import MAX_TOP_LOGPROBS, ChatJob, Message, ToolChoice
+from ggml_engine.server.jobs import MAX_TOP_LOGPROBS, ChatJob, Message
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -190,7 +191,7 @@ def _includes(value: list[str] | None) -> list[str]:
 class ResponseRequest(SamplingFields):
     """What a client may say."""
 
-    model: str
+    model: str | None = None
     input: str | list[Item]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -247,6 +248,7 @@ class ResponseRequest(SamplingFields):
             session=session,
             stream=bool(self.stream),
             include_usage=True,
+            schema_field="text",
             messages=(*system, *earlier, *self.messages()),
             tools=check_tools(tools, choice, sampler, "text"),
             tool_choice=choice,
