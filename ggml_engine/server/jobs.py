@@ -13,7 +13,7 @@ from typing import Any, Final
 from ggml_engine.chat.tools import ToolChoice
 from ggml_engine.ggml.sampler_config import SamplerConfig
 
-MAX_CHOICES: Final = 8
+MAX_CHOICES: Final = 128
 MAX_PROMPTS: Final = 32
 MAX_TOP_LOGPROBS: Final = 20
 

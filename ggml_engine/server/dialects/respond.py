@@ -58,6 +58,7 @@ async def respond(
 
     What is wrong with a request is raised before a stream begins; what fails later is its last event.
     """
+    check_choices(request, job)
     if not job.stream:
         return JSONResponse(whole(await answer(request, model, job)))
     prepared = await asyncio.to_thread(prepare, model, job)
@@ -77,3 +78,10 @@ async def respond(
     stream = EventStream(request, run.cancel, done=done, render_error=render_error)
     run.start(job.session, request.state.partition)
     return stream
+
+
+def check_choices(request: Request, job: ChatJob | CompletionJob) -> None:
+    """Raise HttpProblem (400) for more choices than the server's option allows."""
+    most = request.state.options.max_choices
+    if job.n > most:
+        raise HttpProblem(400, "invalid_value", f"n is {job.n}, at most {most} choices are possible here", "n")
