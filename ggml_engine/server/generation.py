@@ -15,7 +15,7 @@ from typing import Any
 from ggml_engine.chat.replies import ContentPart, ReasoningPart, ReplyParser, ReplyPart, ToolCallEnd
 from ggml_engine.control.generation import Reason, Update
 from ggml_engine.control.logprobs import TokenLogprobs
-from ggml_engine.server.errors import CLIENT_GONE, HttpProblem, problem_of
+from ggml_engine.server.errors import HttpProblem, problem_of
 from ggml_engine.server.events import (
     Begun,
     Ended,
@@ -288,5 +288,5 @@ def _problem(choice: Choice, *, is_cut: bool) -> HttpProblem | None:
     if choice.reason is Reason.SHUTDOWN:
         return HttpProblem(503, "shutting_down", "the server, or this model, is being closed")
     if choice.reason is Reason.CANCELLED and not is_cut:
-        return HttpProblem(CLIENT_GONE, "cancelled", "the request was cancelled, or its session was closed")
+        return HttpProblem(409, "cancelled", "the request was cancelled: its session was closed")
     return None
