@@ -99,6 +99,7 @@ class _Exchange:
         self._status = 0
         self._headers = Headers(scope=scope)
         self._request_id = f"req_{secrets.token_hex(12)}"
+        self._is_read = False  # whether the body has come to its end
 
     async def run(self) -> None:
         begun = time.monotonic()
@@ -179,7 +180,6 @@ class _Exchange:
         most = self._guard._rules.max_body_bytes
         length = self._headers.get("content-length", "0")
         if not length.isascii() or not length.isdigit() or int(length) > most:
-            await self._discard()
             raise self._too_large()
         parts: list[bytes] = []
         n_bytes = 0
@@ -194,26 +194,23 @@ class _Exchange:
                     if n_bytes > most:
                         break
                     if not message.get("more_body", False):
+                        self._is_read = True
                         return b"".join(parts)
         except asyncio.TimeoutError:
             raise HttpProblem(
                 408,
                 "body_timeout",
                 f"the body did not come within {self._guard._rules.body_timeout_s:g} seconds",
-                headers={"Connection": "close"},
             ) from None
-        await self._discard()
         raise self._too_large()
 
     def _too_large(self) -> HttpProblem:
         most = self._guard._rules.max_body_bytes
-        return HttpProblem(
-            413, "body_too_large", f"a body has at most {most} bytes here", headers={"Connection": "close"}
-        )
+        return HttpProblem(413, "body_too_large", f"a body has at most {most} bytes here")
 
     async def _discard(self) -> None:
         """Read on for a while: a client that is still writing when the connection closes would see no answer."""
-        if "expect" in self._headers:
+        if "expect" in self._headers or not ({"content-length", "transfer-encoding"} & set(self._headers)):
             return
         n_bytes = 0
         with suppress(asyncio.TimeoutError):
@@ -222,6 +219,7 @@ class _Exchange:
                     message = await self._receive()
                     n_bytes += len(message.get("body", b""))
                     if not message.get("more_body", False):
+                        self._is_read = True
                         return
 
     # ---- the endpoint
@@ -284,6 +282,11 @@ class _Exchange:
             if abort is not None:
                 abort()
             return
+        if not self._is_read:
+            if problem.code != "body_timeout":
+                await self._discard()
+            if not self._is_read and {"content-length", "transfer-encoding"} & set(self._headers):
+                problem.headers["Connection"] = "close"
         await render(problem, self._scope["path"])(self._scope, self._receive, self._sending)
 
 

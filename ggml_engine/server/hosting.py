@@ -247,9 +247,9 @@ class ModelHost:
             slot.closing = asyncio.create_task(self._close(slot, model))
             await asyncio.shield(slot.closing)
 
-    async def _close(self, slot: _Slot, model: HostedModel) -> bool:
+    async def _close(self, slot: _Slot, model: HostedModel, timeout: float = CLOSE_S) -> bool:
         try:
-            return await self._in_thread(lambda: model.close(CLOSE_S))
+            return await self._in_thread(lambda: model.close(timeout))
         finally:
             slot.n_bytes = 0
             slot.closing = None
@@ -288,7 +288,7 @@ class ModelHost:
         for slot in self._slots.values():
             model, slot.model = slot.model, None
             if model is not None:
-                closings.append(asyncio.create_task(self._close(slot, model)))
+                closings.append(asyncio.create_task(self._close(slot, model, timeout)))
         if closings:
             await asyncio.wait(closings, timeout=timeout)
         is_whole = all(task.done() for task in tasks) and all(task.done() and task.result() for task in closings)

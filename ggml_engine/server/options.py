@@ -210,6 +210,14 @@ def n_bytes_of(name: str, value: Any) -> int | None:
     return value
 
 
+def shown_bytes(n_bytes: int) -> str:
+    """A number of bytes as `n_bytes_of` takes it, as short as it can be."""
+    for unit in ("T", "G", "M", "K"):
+        if n_bytes % _UNITS[unit] == 0:
+            return f"{n_bytes // _UNITS[unit]}{unit}"
+    return str(n_bytes)
+
+
 def _texts(name: str, values: Any) -> tuple[str, ...]:
     if isinstance(values, str) or not isinstance(values, Sequence) or not all(isinstance(v, str) for v in values):
         raise OptionError(f"{name} is a list of texts, is {values!r}")

@@ -167,12 +167,16 @@ class Job:
         self._await(future, self._looked_up)
 
     def _looked_up(self, found: Lookup) -> None:
-        if found.session is not None:
+        n_own = 0 if self._own_tried or self.is_cancelled else self._n_shared()
+        if found.session is not None and n_own <= found.n_reused:
             self._take(found.session)
-        elif self.is_cancelled:
+            return
+        if found.session is not None:  # the snapshot with more could not be cloned
+            found.session.close()
+        if self.is_cancelled:
             self._drop_unbegun()
-        elif not self._own_tried and (n_shared := self._n_shared()):
-            self._begin_in_own(n_shared)
+        elif n_own:
+            self._begin_in_own(n_own)
         else:
             self._open()
 
