@@ -131,7 +131,8 @@ def serving(runner_options: RunnerOptions | None = None, **options: Any) -> Iter
         made = Serving(b, runtime, clock)
         try:
             yield made
-            made.check_at_rest()
+            if not runtime._is_closing:
+                made.check_at_rest()
         except BaseException:
             for gate in (b.executor.forward_gate, b.executor.clone_gate, b.executor.open_gate):
                 gate.release()
