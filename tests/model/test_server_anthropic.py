@@ -10,7 +10,7 @@ import pytest
 from live_server import LiveServer, live_server
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
-GREEDY: dict[str, Any] = {"temperature": 0, "model": "smol"}
+GREEDY: dict[str, Any] = {"model": "smol", "extra_body": {"temperature": 0}}
 WEATHER: Any = {
     "name": "get_weather",
     "description": "The weather of a city.",
@@ -38,17 +38,17 @@ class TestMessages:
     def test_a_stream_says_what_the_whole_answer_says_and_counts_what_was_cached(
         self, client: anthropic.Anthropic
     ) -> None:
-        whole = client.messages.create(messages=QUESTION, max_tokens=12, system="Be brief.", **GREEDY)
+        whole = client.messages.create(messages=QUESTION, max_tokens=3, system="Be brief.", **GREEDY)
         assert whole.content[0].type == "text"
         assert whole.stop_reason == "max_tokens"
-        with client.messages.stream(messages=QUESTION, max_tokens=12, system="Be brief.", **GREEDY) as stream:
+        with client.messages.stream(messages=QUESTION, max_tokens=3, system="Be brief.", **GREEDY) as stream:
             text = "".join(stream.text_stream)
             final = stream.get_final_message()
         assert text == whole.content[0].text
         assert final.stop_reason == "max_tokens"
         n_prompt = whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
         assert (final.usage.input_tokens, final.usage.cache_read_input_tokens) == (1, n_prompt - 1)
-        assert final.usage.output_tokens == 12
+        assert final.usage.output_tokens == 3
         counted = client.messages.count_tokens(messages=QUESTION, system="Be brief.", model="smol")
         assert counted.input_tokens == n_prompt
 
@@ -88,7 +88,7 @@ class TestMessages:
 
     def test_errors_are_the_clients_own(self, client: anthropic.Anthropic) -> None:
         with pytest.raises(anthropic.BadRequestError, match="flavour"):
-            client.messages.create(messages=QUESTION, max_tokens=5, extra_body={"flavour": "vanilla"}, **GREEDY)
+            client.messages.create(messages=QUESTION, max_tokens=5, model="smol", extra_body={"flavour": "vanilla"})
         with pytest.raises(anthropic.NotFoundError):
             client.messages.create(messages=QUESTION, max_tokens=5, model="another")
         source: Any = {"type": "url", "url": "http://127.0.0.1:9/x.png"}

@@ -231,10 +231,11 @@ class TestResponses:
         with client.responses.stream(
             input="And of Norway?", previous_response_id=first.id, max_output_tokens=8, **GREEDY
         ) as stream:
-            kinds = [event.type for event in stream]
-            second = stream.get_final_response()
-        assert kinds[0] == "response.created"
-        assert kinds[-1] == "response.incomplete"
+            events = list(stream)
+        assert events[0].type == "response.created"
+        last = events[-1]
+        assert last.type == "response.incomplete"
+        second = last.response
         assert second.usage is not None
         assert second.usage.input_tokens > first.usage.input_tokens
         assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens - 1
