@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ggml_engine.chat.tools import Tool, ToolChoice, read_tool_choice, read_tools
+from ggml_engine.chat.tools import Grammar, Tool, ToolChoice, read_tool_choice, read_tools
+from ggml_engine.errors import InputError
 
 from .parser import ReplyParser
 
+ReasoningMarks = tuple[str, str]
 Tools = Sequence[Tool | Mapping[str, Any]] | None
 
 
@@ -28,7 +30,7 @@ class ToolFormat:
     `knows_developer`, the role; `knows_system`, likewise; `reasoning_key` names a message's reasoning.
     """
 
-    reasoning: tuple[str, str] | None = ("<think>", "</think>")
+    reasoning: ReasoningMarks | None = ("<think>", "</think>")
     renders_tools: bool = True
     one_call_a_message: bool = False
     knows_developer: bool = False
@@ -72,16 +74,29 @@ class ToolFormat:
     ) -> str:
         """GBNF that leaves the model nothing but to call: the markup, and JSON by the schema of the tool.
 
-        `parallel` allows several calls; `reasoning` lets the model think before. Raises InputError for a choice that
+        `parallel` allows several calls; `reasoning` lets the model think before, which it must where the prompt has
+        opened its thoughts. Raises InputError for a choice that
         the tools do not allow, and for a schema that cannot be obeyed.
         """
         given = read_tools(tools)
         allowed = read_tool_choice(choice, given).allowed(given)
-        marks = self.reasoning if reasoning else None
-        return self._grammar(allowed, parallel, marks, self.opens_reasoning(prompt_end))
+        if not allowed:
+            raise InputError("a grammar holds a model to a call, and no tool may be called")
+        grammar = Grammar()
+        calls = self._calls(grammar, allowed, parallel)
+        is_open = self.opens_reasoning(prompt_end)
+        if self.reasoning is not None and (reasoning or is_open):
+            return grammar.text(f"{self._thoughts(grammar, self.reasoning, is_open)} {calls}")
+        return grammar.text(calls)
 
-    def _parser(self, tools: Sequence[Tool], reasoning: tuple[str, str] | None, is_open: bool) -> ReplyParser:
+    def _parser(self, tools: Sequence[Tool], reasoning: ReasoningMarks | None, is_open: bool) -> ReplyParser:
         raise NotImplementedError
 
-    def _grammar(self, tools: Sequence[Tool], parallel: bool, reasoning: tuple[str, str] | None, is_open: bool) -> str:
+    def _calls(self, grammar: Grammar, tools: Sequence[Tool], parallel: bool) -> str:
+        """The expression of a call of one of the tools, or of several."""
         raise NotImplementedError
+
+    def _thoughts(self, grammar: Grammar, marks: ReasoningMarks, is_open: bool) -> str:
+        """The expression of what may, or where it has begun must, come before a call."""
+        rest = f"{grammar.until('thought', marks[1])} [ \\t\\n]{{0,8}}"
+        return rest if is_open else f"({grammar.literal(marks[0])} {rest})?"

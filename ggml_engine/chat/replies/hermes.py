@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from ggml_engine.chat.tools import Grammar, Tool
+
 from .json_scan import JsonScanner
 from .parser import ReplyParser
 from .reader import MalformedError, Marks, Reading
@@ -19,6 +21,7 @@ CALL_BEGIN: Final = "<tool_call>"
 CALL_END: Final = "</tool_call>"
 _FUNCTION: Final = "<function="
 _VALUE_END: Final = Marks("\n</parameter>", "</parameter>")
+_VALUE_CLOSED: Final = "\n</parameter>\n"
 _NAME: Final = re.compile(r"[^<>\s]+")
 _MAX_NAME: Final = 256
 
@@ -115,3 +118,30 @@ def _as_json(text: str) -> str:
     out += scanner.finish()
     is_json = scanner.is_done and not text[end:].strip(" \t\n\r")
     return out.strip() if is_json else f'"{_escaped(text)}"'
+
+
+def coder_rule(grammar: Grammar, tool: Tool, name: str) -> str:
+    """A rule for a call in Qwen3-Coder's markup; InputError for a schema that cannot be obeyed."""
+    if tool.parameters:
+        grammar.arguments(tool, f"{name}-json")  # refuses what cannot be obeyed, as for the other formats
+    required = tool.parameters.get("required", ())
+    values = []
+    for index, (key, schema) in enumerate(tool.parameters.get("properties", {}).items()):
+        begin = grammar.literal(f"<parameter={key}>\n")
+        value = f"{name}-{index}"
+        if _is_text(schema) and set(schema) <= {"type", "description", "title", "default"}:
+            body = grammar.until(value, _VALUE_CLOSED)
+        else:
+            # an enum of texts stands without quotes, as any text does
+            body = f"{_bare(grammar, schema) or grammar.schema(schema, value)} {grammar.literal(_VALUE_CLOSED)}"
+        values.append(f"{begin} {body}" if key in required else f"({begin} {body})?")
+    begin, end = f"{CALL_BEGIN}\n{_FUNCTION}{tool.name}>\n", f"</function>\n{CALL_END}"
+    return grammar.add(name, " ".join([grammar.literal(begin), *values, grammar.literal(end)]))
+
+
+def _bare(grammar: Grammar, schema: Any) -> str | None:
+    """The alternatives of an enum of texts."""
+    texts = schema.get("enum") if isinstance(schema, Mapping) and schema.get("type") == "string" else None
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        return None
+    return f"({' | '.join(grammar.literal(text) for text in texts)})"

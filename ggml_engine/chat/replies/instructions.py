@@ -22,7 +22,7 @@ def instructions(format_name: str, tools: Sequence[Tool]) -> str:
 
 
 _HERMES = '<tool_call>\n{"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}\n</tool_call>'
-_EXAMPLES: dict[str, str] = {}
+_EXAMPLES = {"gemma": '```tool_call\n{"name": "NAME", "parameters": {"ARGUMENT": "VALUE"}}\n```'}
 
 
 def call_text(function: Mapping[str, Any]) -> str:

@@ -123,8 +123,8 @@ class ReplyParser(Reader):
 
     # ---- calls ----
 
-    def attempt(self, reading: Reading[None], mark: str = "") -> Reading[None]:
-        """Reads a call that `mark` began; where it is none, what was read of it is text."""
+    def attempt(self, reading: Reading[None], mark: str = "") -> Reading[bool]:
+        """Reads a call that `mark` began and says whether it is one; else what was read of it is text."""
         held = [] if self._drops_space else self._space
         self._raw = [*held, mark]
         self._space = []
@@ -138,7 +138,9 @@ class ReplyParser(Reader):
                 self._drops_space = False
             else:
                 self.content(raw)
+            return False
         self._raw = None
+        return True
 
     def begin_call(self, name: str) -> None:
         """A call of this tool; its arguments are still to come. MalformedError for a tool that was not given."""
