@@ -105,6 +105,7 @@ def create_app(
     app.router.redirect_slashes = False
     app.state.host = host
     app.state.lifecycle = lifecycle
+    app.state.started = started
     return app
 
 

@@ -65,7 +65,9 @@ class EngineLoader:
                 options["ctx"] = self._measured(file)[1]
         with ExitStack() as undo:
             engine = undo.enter_context(Engine.load(found, cancel=cancel, **options))
-            runtime = ServingRuntime(engine.runner(RunnerOptions()), self._options.serving)
+            serving = self._options.serving
+            runner = engine.runner(RunnerOptions(max_sessions=max(1024, serving.resident_sessions)))
+            runtime = ServingRuntime(runner, serving)
             undo.pop_all()
 
         def close(timeout: float) -> bool:

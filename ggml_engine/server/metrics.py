@@ -95,11 +95,11 @@ class ReplyMeter:
 
 # what a runtime's `stats()` has -> name and help of the gauge
 _OF_RUNTIME: Final = {
-    "queued": ("queued_requests", "Requests that wait for their turn."),
-    "active": ("active_requests", "Requests that compute."),
+    "waiting": ("queued_requests", "Requests that wait for their turn."),
+    "running": ("active_requests", "Requests that compute."),
     "sessions": ("named_sessions", "Named sessions."),
-    "snapshots": ("snapshots", "Shared snapshots in the prefix cache."),
-    "lanes_used": ("capture_lanes_used", "Capture lanes in use."),
+    "cache_entries": ("snapshots", "Shared snapshots in the prefix cache."),
+    "lanes_in_use": ("capture_lanes_used", "Capture lanes in use."),
     "lanes": ("capture_lanes", "Capture lanes."),
 }
 _OF_EXECUTOR: Final = {

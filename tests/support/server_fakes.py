@@ -50,7 +50,7 @@ class FakeLoader:
         self.faults: dict[str, Exception] = {}
         self.events: list[tuple[str, str]] = []  # ("load" | "cancelled" | "close", name)
         self.engine: Any = SimpleNamespace(executor=SimpleNamespace(stats=lambda: {"cells_used": 3}))
-        self.runtime: Any = SimpleNamespace(stats=lambda: {"queued": 1})
+        self.runtime: Any = SimpleNamespace(stats=lambda: {"waiting": 1})
 
     def measure(self, path: str) -> ModelSize:
         return ModelSize(self.sizes.get(path, 10), 0)
@@ -144,8 +144,8 @@ async def client_of(app: Starlette, *, started: bool = True, base: str = BASE) -
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url=base, timeout=WAIT_S) as client:
-            while started and app.state.host.default not in [model.name for model in app.state.host.loaded()]:
-                await asyncio.sleep(0.001)
+            if started:
+                await asyncio.wait_for(app.state.started.wait(), WAIT_S)
             yield client
     await app.state.host.close()
 

@@ -101,10 +101,9 @@ class TestKeys:
         "key", ["", KEY[:-1], KEY + "x", KEY.upper(), f"{KEY} {OTHER_KEY}", KEY + "\u00e9", "None"]
     )
     def test_what_is_not_the_whole_key_opens_nothing(self, key: str) -> None:
-        app = app_of()
         for headers in ({"Authorization": f"Bearer {key}"}, {"x-api-key": key}, {"Authorization": f"Basic {KEY}"}):
             encoded = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
-            (response,) = asked(app, ("GET", "/v1/models", {"headers": encoded}))
+            (response,) = asked(app_of(), ("GET", "/v1/models", {"headers": encoded}))
             assert response.status_code == 401
             assert response.headers["www-authenticate"] == "Bearer"
 
