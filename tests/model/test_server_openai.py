@@ -37,7 +37,7 @@ class City(BaseModel):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    with live_server(models=["smol=smollm2"], ctx=8192, deterministic=True) as server:
+    with live_server(models=["smol=smollm2"], ctx=8192, threads=1, deterministic=True) as server:
         yield server
 
 
