@@ -300,10 +300,14 @@ class TestBuiltOnIt:
     def test_langchain_chats_and_calls(self, server: LiveServer) -> None:
         from langchain_openai import ChatOpenAI
 
-        chat = ChatOpenAI(model="smol", base_url=f"{server.url}/v1", api_key="none", temperature=0, max_tokens=60)  # type: ignore[arg-type,call-arg]
-        assert chat.invoke("What is the capital of France?").content
-        assert "".join(str(piece.content) for piece in chat.stream("What is the capital of France?"))
-        bound = chat.bind_tools([{"type": "function", "function": WEATHER}], tool_choice="required")
+        chat = ChatOpenAI(model="smol", base_url=f"{server.url}/v1", api_key="none", temperature=0, max_tokens=40)  # type: ignore[arg-type,call-arg]
+        short = chat.bind(max_tokens=6)
+        said = short.invoke("What is the capital of France?").content
+        assert said
+        assert "".join(str(piece.content) for piece in short.stream("What is the capital of France?")) == said
+        bound = chat.bind_tools(
+            [{"type": "function", "function": WEATHER}], tool_choice="required", parallel_tool_calls=False
+        )
         calls = bound.invoke("The weather in Oslo?").tool_calls
         assert calls
         assert calls[0]["name"] == "get_weather"
