@@ -15,7 +15,8 @@ from tiny_models import VOCAB, write_gemma3
 
 from ggml_engine.errors import CacheError, OptionError, PositionError, UnknownSequenceError
 from ggml_engine.executor.batch import Batch
-from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.executor.executor import GgmlExecutor
+from ggml_engine.executor.options import ExecutorOptions
 from ggml_engine.models.model import Model
 from ggml_engine.pool import registry
 from ggml_engine.pool.cell_cache import GgmlCellCache, GgmlSequenceCache
@@ -47,6 +48,15 @@ def test_the_known_kinds_are_three_names_for_two_caches(model: Model) -> None:
     for kind, cache in {"batched_cell": GgmlCellCache, "batched": GgmlCellCache, "sequence": GgmlSequenceCache}.items():
         with executor_over(model, cache_kind=kind, capacity=64) as executor:
             assert type(executor.cache) is cache
+
+
+def test_an_executor_clones_at_every_position_where_its_cache_does(model: Model) -> None:
+    for kind, expected in {"batched_cell": True, "sequence": False}.items():
+        with executor_over(model, cache_kind=kind, capacity=64) as executor:
+            assert executor.clones_anywhere is expected
+            sequence = executor.open()
+            feed(executor, sequence, TOKENS[:9])
+            assert (executor.clone(sequence, 4) is not None) is expected
 
 
 @pytest.mark.parametrize("kv", ["f32", "f16"])
