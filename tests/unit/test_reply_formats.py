@@ -218,6 +218,8 @@ def test_what_parsers_have_to_see_are_the_control_tokens_of_the_vocabulary() -> 
         ("<tool_call> <function=example> <parameter=example>", "qwen3-coder"),
         ("<|start_header_id|> <|eot_id|>", "generic"),
         ("<tool_call> <arg_key>", "generic"),
+        ("<tool_call> <invoke name=", "generic"),
+        ('<|start_header_id|> "parameters" <function=NAME>', "generic"),
         ("<|START_OF_TURN_TOKEN|>", "generic"),
         (None, "generic"),
     ],

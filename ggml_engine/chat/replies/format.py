@@ -27,7 +27,8 @@ class ToolFormat:
 
     How the template takes a conversation: `renders_tools`, it has a place for tools and calls, else they are written
     into messages (`prepare_messages`); `one_call_a_message`; `short_ids`, an id of a call has nine letters and digits;
-    `knows_developer`, the role; `knows_system`, likewise; `reasoning_key` names a message's reasoning.
+    `knows_developer`, the role; `knows_system`, likewise; `reasoning_key` names a message's reasoning; with
+    `one_of_content_and_reasoning` a message with calls has either of these.
     """
 
     reasoning: ReasoningMarks | None = ("<think>", "</think>")
@@ -36,6 +37,7 @@ class ToolFormat:
     knows_developer: bool = False
     knows_system: bool = True
     reasoning_key: str = "reasoning_content"
+    one_of_content_and_reasoning: bool = False
 
     name: ClassVar[str] = ""
     marks: ClassVar[tuple[str, ...]] = ()

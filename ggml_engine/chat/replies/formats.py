@@ -165,6 +165,7 @@ class GptOssFormat(ToolFormat):
     one_call_a_message: bool = True
     knows_developer: bool = True
     reasoning_key: str = "thinking"
+    one_of_content_and_reasoning: bool = True
     name: ClassVar[str] = "gpt-oss"
     marks: ClassVar[tuple[str, ...]] = (
         *(gpt_oss.START, gpt_oss.CHANNEL, gpt_oss.CONSTRAIN, gpt_oss.MESSAGE, gpt_oss.END),

@@ -125,15 +125,17 @@ def coder_rule(grammar: Grammar, tool: Tool, name: str) -> str:
     if tool.parameters:
         grammar.arguments(tool, f"{name}-json")  # refuses what cannot be obeyed, as for the other formats
     required = tool.parameters.get("required", ())
+    definitions = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
     values = []
     for index, (key, schema) in enumerate(tool.parameters.get("properties", {}).items()):
         begin = grammar.literal(f"<parameter={key}>\n")
         value = f"{name}-{index}"
         if _is_text(schema) and set(schema) <= {"type", "description", "title", "default"}:
-            body = grammar.until(value, _VALUE_CLOSED)
+            body = f'{grammar.until(value, "</parameter>")} "\\n"'
         else:
             # an enum of texts stands without quotes, as any text does
-            body = f"{_bare(grammar, schema) or grammar.schema(schema, value)} {grammar.literal(_VALUE_CLOSED)}"
+            expression = _bare(grammar, schema) or grammar.schema({**schema, **definitions}, value)
+            body = f"{expression} {grammar.literal(_VALUE_CLOSED)}"
         values.append(f"{begin} {body}" if key in required else f"({begin} {body})?")
     begin, end = f"{CALL_BEGIN}\n{_FUNCTION}{tool.name}>\n", f"</function>\n{CALL_END}"
     return grammar.add(name, " ".join([grammar.literal(begin), *values, grammar.literal(end)]))

@@ -42,7 +42,7 @@ def prepare_messages(
     prepared = [_plain(message, index, format) for index, message in enumerate(messages)]
     _check_results(prepared)
     if not format.renders_tools:
-        prepared = [_written(message) for message in prepared]
+        prepared = _results_joined([_written(message) for message in prepared])
         return (_instructed(prepared, instructions(format.name, told), format) if told else prepared), {}
     if format.one_call_a_message:
         prepared = _one_call_each(prepared)
@@ -67,6 +67,9 @@ def _plain(message: Mapping[str, Any], index: int, format: ToolFormat) -> Messag
         made["tool_calls"] = [_call(call, f"message {index}, tool call {i}") for i, call in enumerate(calls)]
     if reasoning:
         made[format.reasoning_key] = reasoning
+        if format.one_of_content_and_reasoning and calls and made["content"]:
+            made[format.reasoning_key] = f"{reasoning}\n{made['content']}"
+            made["content"] = ""
     return made
 
 
@@ -162,11 +165,25 @@ def _written(message: Message) -> Message:
     """A message whose calls, or result, are part of its text, for a template that knows neither."""
     made = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
     if message["role"] == "tool":
-        return {"role": "user", "content": result_text(made.get("name", ""), message["content"])}
+        text = result_text(made.get("name", ""), message["content"])
+        return {"role": "user", "content": text, "is_result": True}
     if "tool_calls" in message:
         texts = [call_text(call["function"]) for call in message["tool_calls"]]
         made["content"] = "\n".join(filter(None, [made["content"], *texts]))
     return made
+
+
+def _results_joined(messages: list[Message]) -> list[Message]:
+    """Results in a row as one message, since templates want roles to take turns."""
+    joined: list[Message] = []
+    for message in messages:
+        if joined and message.get("is_result") and joined[-1].get("is_result"):
+            joined[-1]["content"] += f"\n{message['content']}"
+        else:
+            joined.append(message)
+    for message in joined:
+        message.pop("is_result", None)
+    return joined
 
 
 def _instructed(messages: list[Message], text: str, format: ToolFormat) -> list[Message]:  # noqa: A002

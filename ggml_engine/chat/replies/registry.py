@@ -23,6 +23,8 @@ _ALL: Final[tuple[type[ToolFormat], ...]] = (
     *(GemmaFormat, MarkedGemmaFormat, GptOssFormat, GenericFormat),
 )
 FORMATS: Final[dict[str, type[ToolFormat]]] = {made.name: made for made in _ALL}
+# of GLM and MiniMax, which have Hermes' tag and other markup inside
+_OTHERS: Final = ("<arg_key>", "<invoke")
 
 
 def detect_format(template_source: str | None, special_tokens: Collection[str] = ()) -> ToolFormat:
@@ -51,8 +53,12 @@ def _found(source: str, facts: dict[str, Any]) -> ToolFormat | None:
         found = MistralFormat(has_args=mistral.ARGS in source, has_ids=mistral.CALL_ID in source, **facts)
     elif "<function=" in source and "<parameter=" in source:
         found = Qwen3CoderFormat(**facts)
-    elif "<tool_call>" in source and "<arg_key>" not in source:  # GLM has the tag, and other markup inside
+    elif "<tool_call>" in source and not any(mark in source for mark in _OTHERS):
         found = HermesFormat(**facts)
-    elif "<|start_header_id|>" in source and ('"parameters"' in source or "<|python_tag|>" in source):
+    elif (
+        "<|start_header_id|>" in source
+        and "<function=" not in source
+        and ('"parameters"' in source or "<|python_tag|>" in source)
+    ):
         found = Llama3Format(**facts)
     return found
