@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from ggml_engine.errors import OptionError
-from ggml_engine.server import basics, dialects, embeddings, tokens
+from ggml_engine.server import basics, dialects, embeddings, sessions, tokens
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.guard import Guard, GuardRules
 from ggml_engine.server.hosting import Loader, ModelHost
@@ -35,6 +35,7 @@ ROUTES: Final[tuple[Route, ...]] = (
     Route("/tokenize", tokens.tokenize, methods=["POST"]),
     Route("/detokenize", tokens.detokenize, methods=["POST"]),
     Route("/v1/embeddings", embeddings.embeddings, methods=["POST"]),
+    *sessions.routes(),
 )
 
 
@@ -72,6 +73,7 @@ def create_app(
     )
     host = ModelHost(server.models, loader or EngineLoader(options, budget), budget=budget, idle_s=server.model_idle_s)
     state["host"] = host
+    state["saving"] = asyncio.Lock()
     state["metrics"] = measured = Metrics(host, lifecycle)
     state["started"] = started = asyncio.Event()
 

@@ -187,7 +187,7 @@ class ModelHost:
             await self._admit(slot)
             try:
                 log.info("loading the model %s", slot.name)
-                slot.model = await self._in_thread(lambda: self._loader.load(slot.name, slot.path, slot.cancel.is_set))
+                slot.model = await self.in_thread(lambda: self._loader.load(slot.name, slot.path, slot.cancel.is_set))
                 self.n_loads += 1
                 slot.last_used = self._clock()
             except BaseException:
@@ -217,7 +217,7 @@ class ModelHost:
                 await asyncio.wait({slot.closing})
             if self._budget is None:
                 return
-            size = await self._in_thread(lambda: self._loader.measure(slot.path))
+            size = await self.in_thread(lambda: self._loader.measure(slot.path))
             if size.total > self._budget:
                 raise HttpProblem(
                     400,
@@ -249,7 +249,7 @@ class ModelHost:
 
     async def _close(self, slot: _Slot, model: HostedModel, timeout: float = CLOSE_S) -> bool:
         try:
-            return await self._in_thread(lambda: model.close(timeout))
+            return await self.in_thread(lambda: model.close(timeout))
         finally:
             slot.n_bytes = 0
             slot.closing = None
@@ -295,7 +295,8 @@ class ModelHost:
         self._threads.shutdown(wait=False)
         return is_whole
 
-    async def _in_thread(self, function: Callable[[], Result]) -> Result:
+    async def in_thread(self, function: Callable[[], Result]) -> Result:
+        """Call a function that may take long."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
 

@@ -129,16 +129,18 @@ class Server(uvicorn.Server):
             await server.wait_closed()
 
     async def _end_connections(self) -> None:
-        await asyncio.sleep(0)  # responses that have just ended close their connections
         tasks = set(self.server_state.tasks)
+        if tasks:  # those that were ended still write their answers
+            await asyncio.wait(tasks, timeout=_REQUESTS_END_S)
         for connection in list(self.server_state.connections):
             if connection.transport.get_write_buffer_size():
                 await asyncio.sleep(0.05)
             connection.transport.abort()
-        for task in tasks:
+        left = {task for task in tasks if not task.done()}
+        for task in left:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=_REQUESTS_END_S)
+        if left:
+            await asyncio.wait(left, timeout=_REQUESTS_END_S)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

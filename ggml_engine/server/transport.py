@@ -29,6 +29,7 @@ MAX_HEADERS: Final = 100
 MAX_TARGET_BYTES: Final = 8 << 10  # of a request's path and query
 _SEND_BUFFER: Final = 64 << 10  # in the system, for each connection: a reader that stalls is noticed soon
 _RETRY_ACCEPT_S: Final = 0.2
+_LINGER_S: Final = 2.0
 _NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -101,6 +102,7 @@ class ServerProtocol(H11Protocol):
         self._on_lost = on_lost
         self._head_timer: asyncio.TimerHandle | None = None
         self._has_received = False
+        self._is_refused = False  # what still comes is dropped
 
     # ---- the time of a request's head
 
@@ -113,8 +115,10 @@ class ServerProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Feed h11; the time of a head begins with its first byte, and ends when it is whole."""
         self._has_received = True
+        if self._is_refused:
+            return
         super().data_received(data)
-        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+        if self.conn.their_state is h11.IDLE and not (self._is_refused or self.transport.is_closing()):
             self._arm()
         else:
             self._disarm()
@@ -188,12 +192,18 @@ class ServerProtocol(H11Protocol):
 
     def shutdown(self) -> None:
         """The server ends: no request after the one that runs."""
-        if not self.transport.is_closing():
+        if not (self._is_refused or self.transport.is_closing()):
             super().shutdown()
 
     def _close_soon(self) -> None:
-        self.transport.close()
-        self._abort_later()
+        """Say that this was all, and let the client finish writing: it would not read the answer otherwise."""
+        self._is_refused = True
+        self._disarm()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:
+            self.transport.close()
+        self.loop.call_later(min(_LINGER_S, self._limits.write_timeout_s), self.transport.abort)
 
     def _abort_later(self) -> None:
         self.loop.call_later(self._limits.write_timeout_s, self.transport.abort)
