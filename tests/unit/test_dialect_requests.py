@@ -174,6 +174,7 @@ class TestValues:
             ("logit_bias", {"a": 1}),
             ("session_id", "a/b"),
             ("session_id", ""),
+            ("session_id", ".a"),
             ("grammar", ""),
         ],
     )
