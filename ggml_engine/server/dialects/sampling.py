@@ -13,12 +13,12 @@ from ggml_engine.ggml.sampler_config import MAX_SEED, SamplerConfig
 from ggml_engine.server.dialects.validation import RequestModel, invalid
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.jobs import MAX_CHOICES
+from ggml_engine.server.sessions import SESSION_NAME
 
 MAX_STOPS: Final = 16
 MAX_STOP_BYTES: Final = 256
 MAX_BIAS: Final = 100.0
 SESSION_HEADER: Final = "X-Session-ID"
-_SESSION_NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")  # as /v1/sessions has them
 _NAME_RULE: Final = "a session's name has 1 to 128 characters of A-Z a-z 0-9 . _ - and begins with no dot"
 _TOKEN_ID: Final = re.compile(r"0|[1-9][0-9]{0,9}")
 
@@ -45,7 +45,7 @@ def _biases(value: dict[str, float] | None) -> dict[int, float]:
 
 
 def _session_name(value: str | None) -> str | None:
-    if value is not None and not _SESSION_NAME.fullmatch(value):
+    if value is not None and not SESSION_NAME.fullmatch(value):
         raise invalid(_NAME_RULE)
     return value
 
@@ -114,7 +114,7 @@ def _named(message: str, names: Iterable[str]) -> str | None:
 def session_of(field: str | None, headers: Any) -> str | None:
     """The session's name, from the body or from the header. Raises HttpProblem (400) where these differ."""
     header = headers.get(SESSION_HEADER)
-    if header is not None and not _SESSION_NAME.fullmatch(header):
+    if header is not None and not SESSION_NAME.fullmatch(header):
         raise HttpProblem(400, "invalid_value", f"{SESSION_HEADER}: {_NAME_RULE}", "session_id")
     if None not in (field, header) and field != header:
         raise HttpProblem(400, "invalid_value", f"session_id and the header {SESSION_HEADER} differ", "session_id")
