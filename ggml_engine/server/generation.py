@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from ggml_engine.chat.replies import ContentPart, ReasoningPart, ReplyParser, ReplyPart, ToolCallEnd
 from ggml_engine.control.generation import Reason, Update
@@ -33,6 +33,8 @@ from ggml_engine.server.metrics import Metrics
 from ggml_engine.server.prompts import Prepared
 from ggml_engine.serving.reply import Choice, Reply
 from ggml_engine.serving.request import ServingRequest
+
+LEAST_LOGPROB: Final = -9999.0  # OpenAI's stand-in for what is impossible: JSON has no infinity
 
 
 class ChoiceReader:
@@ -98,6 +100,7 @@ class ChoiceReader:
         return self._probability(found.token, found.logprob, top)
 
     def _probability(self, token: int, logprob: float, top: tuple[TokenProbability, ...] = ()) -> TokenProbability:
+        logprob = max(logprob, LEAST_LOGPROB)
         piece = self._vocabulary.piece(token)
         if not piece:  # a control token
             return TokenProbability(self._vocabulary.text(token), None, logprob, top)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
 from dialect_fakes import FakeReply, FakeServer, fake_server, run, stream_data
 
-from ggml_engine.control.generation import Reason
+from ggml_engine.control.generation import Reason, Update
+from ggml_engine.control.logprobs import TokenLogprobs
 from ggml_engine.errors import EngineError, InputError, QueueFullError
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
@@ -355,6 +357,20 @@ class TestProbabilities:
 
         run(test())
 
+    def test_what_is_impossible_is_a_number(self) -> None:
+        def script(reply: FakeReply) -> None:
+            impossible = TokenLogprobs(104, -0.5, ((104, -0.5), (105, -math.inf)))
+            reply._listener.on_update(0, Update(tokens=(104,), text="h", logprobs=(impossible,)))
+            reply.end()
+
+        async def test() -> None:
+            async with fake_server() as server:
+                server.runtime.script = script
+                found = (await server.chat(logprobs=True, top_logprobs=2)).json()["choices"][0]["logprobs"]["content"]
+                assert [top["logprob"] for top in found[0]["top_logprobs"]] == [-0.5, -9999.0]
+
+        run(test())
+
     def test_those_of_text_that_a_stop_string_took_away_are_not_shown(self) -> None:
         def script(reply: FakeReply) -> None:
             reply.say("he", logprobs=True)
@@ -362,9 +378,6 @@ class TestProbabilities:
             reply.end(Reason.STOP, stop="llo")
 
         def _held(text: str) -> Any:
-            from ggml_engine.control.generation import Update
-            from ggml_engine.control.logprobs import TokenLogprobs
-
             tokens = tuple(text.encode())
             return Update(tokens=tokens, logprobs=tuple(TokenLogprobs(token, -0.5, ()) for token in tokens))
 
