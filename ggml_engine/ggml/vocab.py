@@ -72,6 +72,7 @@ class Vocabulary:
         self.warnings: Final = tables.warnings
         self._types = tables.types
         self._pieces = tables.pieces
+        self._met = dict(tables.pieces)  # pieces of tokens that were asked for, too
         self._texts = {token: tables.texts[token] for token in tables.pieces}
         if b"\0" in b"".join(tables.texts):  # C strings would end there
             self._texts.update((i, text) for i, text in enumerate(tables.texts) if b"\0" in text)
@@ -111,7 +112,7 @@ class Vocabulary:
 
     def text(self, token: int) -> str:
         """The token's entry in the file, with U+FFFD for what is not UTF-8; `piece` is what it decodes to."""
-        token = self._check_token(token)
+        token = self.check_token(token)
         raw = self._texts.get(token)
         if raw is None:
             raw = ffi.string(self._llama.llama_vocab_get_text(self.native, token))
@@ -145,6 +146,12 @@ class Vocabulary:
             wrong = next(value for value in values.tolist() if not 0 <= value < self.n_tokens)
             raise InputError(f"token id {wrong} is out of range: the vocabulary has 0 to {self.n_tokens - 1}")
         return values.astype(np.int32)
+
+    def check_token(self, token: int) -> int:
+        """`check_tokens` of one."""
+        if type(token) is int and 0 <= token < self.n_tokens:
+            return token
+        return int(self.check_tokens([token])[0])
 
     # ---- text to tokens ----
 
@@ -264,11 +271,15 @@ class Vocabulary:
 
     def piece(self, token: int) -> bytes:
         """The bytes that a token adds to a text: perhaps half a character; none for control tokens."""
-        return self._piece(self._check_token(token))
+        return self._piece(self.check_token(token))
 
     def _piece(self, token: int) -> bytes:
-        if token in self._pieces:
-            return self._pieces[token]
+        piece = self._met.get(token)
+        if piece is None:
+            piece = self._met[token] = self._asked_piece(token)
+        return piece
+
+    def _asked_piece(self, token: int) -> bytes:
         room = 32
         while True:
             buffer = ffi.new("char[]", room)
@@ -288,11 +299,6 @@ class Vocabulary:
         return data.decode("utf-8", "replace")
 
     # ---- parts of loading ----
-
-    def _check_token(self, token: int) -> int:
-        if type(token) is int and 0 <= token < self.n_tokens:
-            return token
-        return int(self.check_tokens([token])[0])
 
     def _is_hidden(self, token: int) -> bool:
         return bool(self._llama.llama_vocab_is_control(self.native, token))

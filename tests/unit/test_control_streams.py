@@ -585,3 +585,27 @@ def test_another_thread_is_not_taken_for_the_engines_after_its_end() -> None:  #
             thread.join(WAIT_S)
         assert len(seen) == 20
         assert all(isinstance(error, ClosedError) for error in seen), seen
+
+
+def test_who_waits_for_the_end_is_not_woken_by_every_token_and_who_reads_is() -> None:
+    with bench() as b:
+        woken: list[int] = []
+        generation = b.open().generate_async(PROMPT, greedy(), max_tokens=6)
+        generation.wait(WAIT_S)
+        state = generation._state
+        notify = state._changed.notify_all
+        state._changed.notify_all = lambda: (woken.append(1), notify())[1]  # type: ignore[method-assign]
+        state.stats.reason = None  # as if it still ran
+        state.publish(Update(tokens=(1,), text="a"))
+        assert not woken
+        is_waiting = threading.Event()
+        wait = state._changed.wait
+        state._changed.wait = lambda timeout=None: (is_waiting.set(), wait(timeout))[1]  # type: ignore[method-assign]
+        reader = threading.Thread(target=state.wait, args=(len(state.updates), WAIT_S))
+        reader.start()
+        assert is_waiting.wait(WAIT_S)
+        state.publish(Update(tokens=(2,), text="b"))
+        reader.join(WAIT_S)
+        assert not reader.is_alive()
+        assert woken == [1]
+        state.stats.reason = Reason.LENGTH
