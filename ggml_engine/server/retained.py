@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 _FIRST_SPECIAL: Final = 256  # below are bytes
 
@@ -35,10 +36,10 @@ def with_retained(tokens: list[int], retained: Iterable[Sequence[int]], spelling
 
     Of several the first is taken that goes furthest.
     """
-    wanted = np.asarray(tokens, np.int64)
+    wanted = np.asarray(tokens, np.int32)
     best, n_covered = tokens, 0
     for held in retained:
-        n_same = _n_common(wanted, np.asarray(held, np.int64))
+        n_same = _n_common(wanted, np.asarray(held, np.int32))
         n_held, n_tokens = _n_spelled_alike(tokens, held, n_same, spelling)
         if n_tokens > n_covered:
             n_covered = n_tokens
@@ -46,7 +47,7 @@ def with_retained(tokens: list[int], retained: Iterable[Sequence[int]], spelling
     return best
 
 
-def _n_common(one: np.ndarray, other: np.ndarray) -> int:
+def _n_common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     n = min(len(one), len(other))
     differ = np.flatnonzero(one[:n] != other[:n])
     return int(differ[0]) if len(differ) else n
