@@ -8,7 +8,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from ggml_engine.values import dataclass
 
 Clock = Callable[[], float]
 

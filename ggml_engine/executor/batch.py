@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy.typing as npt
 
 from ggml_engine.errors import InputError
 from ggml_engine.executor.prepared import PreparedSlice
+from ggml_engine.values import dataclass
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Final, Literal, TypeVar, cast
 
@@ -54,6 +54,7 @@ from ggml_engine.pool.cells import CellCache
 from ggml_engine.pool.kv_types import QUANTISED, KvFormat, VLayout, kv_type
 from ggml_engine.pool.pool_rows import PoolRows
 from ggml_engine.pool.registry import CacheConfig, build_cache
+from ggml_engine.values import dataclass
 
 T = TypeVar("T")
 
