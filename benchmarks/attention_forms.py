@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ggml_engine.executor.batch import Batch
-from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.executor.executor import GgmlExecutor
+from ggml_engine.executor.options import ExecutorOptions
 from ggml_engine.ggml.backends import set_data
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.known_models import find_model

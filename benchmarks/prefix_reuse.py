@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from ggml_engine import Engine
 from ggml_engine.executor.batch import Batch
-from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.executor.executor import GgmlExecutor
+from ggml_engine.executor.options import ExecutorOptions
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.known_models import find_model
 from ggml_engine.models.model import Model, load_model

@@ -25,8 +25,10 @@ from ggml_engine.control.runner import Runner
 from ggml_engine.control.scheduler import Scheduler
 from ggml_engine.control.text import VocabularyText
 from ggml_engine.control.work import Work
-from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.executor.executor import GgmlExecutor
 from ggml_engine.executor.inputs import GraphInputs
+from ggml_engine.executor.options import ExecutorOptions
+from ggml_engine.executor.result_rows import ResultRows
 from ggml_engine.ggml.backends import Graph
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.sampler_config import SamplerConfig
@@ -45,7 +47,7 @@ PARTS: dict[str, tuple[type, str]] = {
     "executor": (GgmlExecutor, "forward_outputs"),
     "fill inputs": (GraphInputs, "fill"),
     "compute": (Graph, "compute"),
-    "find candidates": (GgmlExecutor, "_read_needed"),
+    "find candidates": (ResultRows, "needed"),
     "draw": (Work, "draw"),
 }
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import ggml_engine.control.conversation  # noqa: F401  # needed next: imported here, beside the vocabulary's parsing
 from ggml_engine.control.machine_memory import machine_memory
 from ggml_engine.errors import OptionError, UnsupportedArchitectureError
-from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.executor.executor import GgmlExecutor
+from ggml_engine.executor.options import ExecutorOptions
 from ggml_engine.ggml.backends import cpu_device
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.library import Libraries

@@ -13,7 +13,8 @@ import numpy as np
 from ggml_engine.bench.driver import N_BATCH, Room, TokenIds
 from ggml_engine.errors import CacheError
 from ggml_engine.executor.batch import Batch
-from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.executor.executor import GgmlExecutor
+from ggml_engine.executor.options import ExecutorOptions
 from ggml_engine.models.model import Model
 
 _BLOCK = 256  # llama.cpp pads its contexts to as much

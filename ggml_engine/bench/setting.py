@@ -17,7 +17,7 @@ from ggml_engine.bench.driver import Driver, Room, TokenIds
 from ggml_engine.bench.ours import OurDriver, capacity_for
 from ggml_engine.control.machine_memory import machine_memory
 from ggml_engine.errors import OptionError
-from ggml_engine.executor.executor import ExecutorOptions
+from ggml_engine.executor.options import ExecutorOptions
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.ggml.threads import default_threads

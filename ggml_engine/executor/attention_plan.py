@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ggml_engine.errors import EngineError, OptionError
 from ggml_engine.executor import measured_times
 from ggml_engine.executor.attention_choice import AttentionTable, Times, table_of, usual_table
 from ggml_engine.executor.calibration import AttentionShape, Calibration, Subject
+from ggml_engine.executor.options import ExecutorOptions
 from ggml_engine.executor.planned_rows import PlannedReading
 from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.attention import AttentionForm
 from ggml_engine.models.model import Model
 from ggml_engine.pool.kv_types import KvFormat, kv_type
 from ggml_engine.pool.read_plan import ReadKind
-
-if TYPE_CHECKING:
-    from ggml_engine.executor.executor import ExecutorOptions
 
 log = logging.getLogger("ggml_engine.executor")
 

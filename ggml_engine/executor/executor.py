@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -29,137 +29,30 @@ from ggml_engine.errors import (
 from ggml_engine.executor.admission import accepts_embeddings, check_batch, check_positions
 from ggml_engine.executor.attention_plan import AttentionPlan
 from ggml_engine.executor.batch import Batch
-from ggml_engine.executor.best_rows import MAX_NODES, BestKey, BestRows
+from ggml_engine.executor.best_rows import BestKey
 from ggml_engine.executor.cell_image import CellImageReader, CellImageWriter
 from ggml_engine.executor.compaction import Compaction
 from ggml_engine.executor.graph_cache import GraphCache, ReadyGraph
 from ggml_engine.executor.image import KvImage
-from ggml_engine.executor.inputs import GraphInputs, GraphKey
-from ggml_engine.executor.outputs import NeededRows, Outputs, WholeRows, check_needs
+from ggml_engine.executor.inputs import GraphKey
+from ggml_engine.executor.options import DETERMINISTIC_ROW_TILE, ExecutorOptions
+from ggml_engine.executor.outputs import Outputs, check_needs
 from ggml_engine.executor.prepared import PreparedInput
 from ggml_engine.executor.protocol import Executor
+from ggml_engine.executor.result_rows import ResultRows
+from ggml_engine.executor.step_graphs import StepGraphs
 from ggml_engine.ggml.abort import AbortFlag
-from ggml_engine.ggml.backends import Graph, get_data, host_view
-from ggml_engine.ggml.candidates import Candidates, RowNeed, best_of
-from ggml_engine.ggml.ops import GraphBuilder
-from ggml_engine.ggml.ops.experts import n_tensors_apart
-from ggml_engine.models.adapted import max_nodes
+from ggml_engine.ggml.candidates import RowNeed
 from ggml_engine.models.adapter import Adapter
 from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
-from ggml_engine.models.attention import ATTENTION_OPTIONS, AttentionForm, AttentionOption
-from ggml_engine.models.blocks import ModelGraph
+from ggml_engine.models.attention import AttentionForm
 from ggml_engine.models.model import Model
 from ggml_engine.pool.cells import CellCache
-from ggml_engine.pool.kv_types import QUANTISED, KvFormat, VLayout, kv_type
 from ggml_engine.pool.pool_rows import PoolRows
 from ggml_engine.pool.registry import CacheConfig, build_cache
 from ggml_engine.values import dataclass
 
 T = TypeVar("T")
-
-_NODES_PER_LAYER = 72  # an upper bound for every architecture here; a graph that needs more is refused, not cut
-_NODES_OF_EXPERTS = 64  # router, products and shared experts
-_NODES_PER_EXPERT = 2  # of those that a token passes
-_PRODUCTS_OF_EXPERTS = 3  # gate, up and down
-_NODES_PER_PIECE = 8  # views, products and sums for every span that is read
-_NODES_BESIDE = 64
-_MAX_LOCKED_BYTES = 8 << 20  # a copy of at most a millisecond, during which Python's lock is kept
-
-# Rows that deterministic steps are a multiple of: kernels work on up to 8 rows at once, and on what is left over by
-# other code, which rounds differently.
-DETERMINISTIC_ROW_TILE = 8
-
-# What runs and blocks of reads are a multiple of in deterministic mode: kernels add up in as many lanes as a vector has
-# (64 is more than any here), so a shorter step in the number of rows, or in where a window begins, rounds differently.
-DETERMINISTIC_GRAIN = 64
-
-
-_NEEDS_ROWS: Final = ("cells", "flash", "flash_folded")
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutorOptions:
-    """How a model is executed.
-
-    `capacity` is in cells. `attention` "auto" takes what is fast on the device: on a CPU the compiled kernel ("cells")
-    where there is one, else the matmul form over V in columns, elsewhere flash attention over V in rows; the folded
-    forms read K and V once for all query heads that share them. `max_graph_bytes` bounds the working memory kept beside
-    the newest graph's. `deterministic` makes a sequence's logits independent of what runs beside it, of how its tokens
-    were cut into steps, and of where its cells lie: bit for bit, at some cost in speed (docs/determinism.md). `compact`
-    moves the cells that a sequence does not share together, once reading it in pieces has cost as much as that.
-    `candidates` says where the best logits of a row are found: inside the "graph", by this process in memory of the
-    "host", or ("auto") in the graph where the rows lie on a device. `calibrate` lets attention "auto" choose by times
-    that were measured on this machine, and measures them while there is nothing else to do (docs/performance.md).
-    """
-
-    capacity: int = 4096
-    max_batch_tokens: int = 512
-    attention: AttentionOption = "auto"
-    v_layout: Literal["auto", "rows", "columns"] = "auto"
-    k_type: str = "f16"
-    v_type: str = "f16"
-    cache_kind: str = "batched_cell"
-    deterministic: bool = False
-    max_graphs: int = 16
-    max_graph_bytes: int = 256 << 20
-    run: int = 64
-    read_block: int = 256
-    compact: bool = True
-    candidates: Literal["auto", "graph", "host"] = "auto"
-    calibrate: bool = False
-
-    def __post_init__(self) -> None:
-        if self.attention not in ATTENTION_OPTIONS:
-            raise OptionError(f"attention is one of {', '.join(ATTENTION_OPTIONS)}, asked for {self.attention!r}")
-        if self.v_layout not in ("auto", "rows", "columns"):
-            raise OptionError(f"v_layout is auto, rows or columns, asked for {self.v_layout!r}")
-        if self.candidates not in ("auto", "graph", "host"):
-            raise OptionError(f"candidates is auto, graph or host, asked for {self.candidates!r}")
-        if self.attention in _NEEDS_ROWS and self.v_layout == "columns":
-            raise OptionError(f"attention {self.attention!r} reads V in rows: it cannot go with v_layout 'columns'")
-        if self.deterministic and (self.attention not in ("auto", "matmul") or self.v_layout == "rows"):
-            raise OptionError(
-                "deterministic mode takes the matmul form over V in columns: leave attention and v_layout"
-            )
-        for name in ("capacity", "max_batch_tokens", "max_graphs", "max_graph_bytes", "run", "read_block"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise OptionError(f"{name} must be a positive integer, is {value!r}")
-        for name in ("compact", "calibrate"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name} is True or False, is {getattr(self, name)!r}")
-        if self.deterministic and (self.run % DETERMINISTIC_GRAIN or self.read_block % DETERMINISTIC_GRAIN):
-            raise OptionError(
-                f"deterministic mode needs run and read_block in multiples of {DETERMINISTIC_GRAIN}, "
-                f"they are {self.run} and {self.read_block}"
-            )
-
-    def resolve(
-        self, device_kind: str, *, usual_layout: VLayout = "columns", has_kernel: bool = False
-    ) -> tuple[AttentionForm, KvFormat]:
-        """The form and storage that the options stand for on a kind of device; `has_kernel`: "cells" can be had.
-
-        `usual_layout` is what V is laid out in on a CPU where both can be; "auto" gives the usual form over it: "cells"
-        over rows, or else the plain ones. Raises OptionError for what cannot go together.
-        """
-        wanted = usual_layout if self.v_layout == "auto" else self.v_layout
-        k_type, v_type = kv_type(self.k_type), kv_type(self.v_type)
-        if self.deterministic:
-            form = AttentionForm.MATMUL
-        elif self.attention == "auto" and has_kernel and wanted == "rows":
-            form = AttentionForm.CELLS
-        elif self.attention == "auto":
-            needs_rows = wanted == "rows" or v_type in QUANTISED or device_kind != "cpu"
-            form = AttentionForm.MATMUL if self.v_layout == "columns" or not needs_rows else AttentionForm.FLASH
-        else:
-            form = AttentionForm(self.attention)
-        layout = self.v_layout
-        if layout == "auto":
-            layout = "columns" if form.is_matmul else "rows"
-        kv_format = KvFormat(k_type, v_type, layout)
-        if form.is_matmul:
-            kv_format.check_matmul()
-        return form, kv_format
 
 
 class GgmlExecutor(Executor):
@@ -200,20 +93,28 @@ class GgmlExecutor(Executor):
             ),
         )
         self._row_tile = DETERMINISTIC_ROW_TILE if self.options.deterministic else 1
-        self._join = self.attention.joins
+        join = self.attention.joins
         self._compacts = self.options.compact and self.attention.has_masks  # pieces cost the kernel nothing
-        self._compaction = Compaction(self.cache, model.backends, self._make_room, join=self._join)
-        self.graphs = GraphCache(self._build, self.options.max_graphs, self.options.max_graph_bytes)
+        self._compaction = Compaction(self.cache, model.backends, self._make_room, join=join)
+        self._abort = AbortFlag(model.libraries)
+        graphs = StepGraphs(
+            model,
+            self.cache,
+            self._abort,
+            join=join,
+            reading=self._reading,
+            is_deterministic=self.options.deterministic,
+        )
+        self.graphs = GraphCache(graphs.build, self.options.max_graphs, self.options.max_graph_bytes)
         on_device = model.n_offloaded > 0  # the output goes there first
         self._finds_in_graph = self.options.candidates == "graph" or (self.options.candidates == "auto" and on_device)
         self._current: ReadyGraph | None = None  # whose result is that of the newest step
         self._n_steps = 0
+        self._result_rows = ResultRows(model.libraries, model.hp.n_vocab)
         self._rows = PoolRows(self.cache.pool, self._make_room)
         self.n_forwarded = 0
         self.n_rows_read = 0
-        self.n_result_bytes = 0
         self.n_cells_peak = 0
-        self._abort = AbortFlag(model.libraries)
         self._turn = threading.Lock()
         self._to_close: deque[int] = deque()
         self._closed = False
@@ -448,7 +349,7 @@ class GgmlExecutor(Executor):
         until its sequences are rewound or closed. ClosedError after `close_all`.
         """
         with self._turn_of_caller():
-            return self._forward(batch, partial(self._read, shape=(batch.n_outputs, self.n_vocab)))
+            return self._forward(batch, partial(self._result_rows.read, shape=(batch.n_outputs, self.n_vocab)))
 
     def forward_outputs(self, batch: Batch, needs: Sequence[RowNeed]) -> Outputs:
         """As `forward`, with no more of each output than is needed: `needs` has one for each, in batch order.
@@ -459,7 +360,8 @@ class GgmlExecutor(Executor):
         check_needs(needs, batch.n_outputs, self.n_vocab)
         with self._turn_of_caller():
             best = BestKey.of(needs) if self._finds_in_graph else None
-            return self._forward(batch, partial(self._read_needed, needs=needs), best=best)
+            later = partial(self._row_of_step, self._n_steps + 1)
+            return self._forward(batch, partial(self._result_rows.needed, needs=needs, row_later=later), best=best)
 
     def forward_hidden(self, batch: Batch) -> npt.NDArray[np.float32]:
         """As `forward`, with what the output weight would be multiplied with in place of logits: f32 [outputs, n_embd].
@@ -468,7 +370,7 @@ class GgmlExecutor(Executor):
         """
         with self._turn_of_caller():
             shape = (batch.n_outputs, self.model.hp.n_embd)
-            return self._forward(batch, partial(self._read, shape=shape), gives_hidden=True)
+            return self._forward(batch, partial(self._result_rows.read, shape=shape), gives_hidden=True)
 
     def _forward(
         self,
@@ -528,100 +430,11 @@ class GgmlExecutor(Executor):
             self.graphs.clear()
             self.cache.pool.grow(extent)
 
-    def _read(self, ready: ReadyGraph, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
-        rows = np.empty(shape, np.float32)
-        if ready.result is not None:
-            self._copy_rows(ready, rows, 0)  # the first rows; padding comes last
-        return rows
-
-    def _copy_rows(self, ready: ReadyGraph, rows: npt.NDArray[np.float32], first: int) -> None:
-        """Fill `rows` [n, width] with those of the result from `first` on."""
-        assert ready.result is not None
-        view, at = ready.result_view, first * rows.shape[1] * rows.itemsize
-        if view is None or rows.nbytes > _MAX_LOCKED_BYTES:
-            get_data(self.model.libraries, ready.result, rows, at)
-        else:
-            rows.data.cast("B")[:] = view[at : at + rows.nbytes]
-        self.n_result_bytes += rows.nbytes
-
-    def _copied_row(self, ready: ReadyGraph, row: int) -> npt.NDArray[np.float32]:
-        found = np.empty(self.n_vocab, np.float32)
-        self._copy_rows(ready, found.reshape(1, -1), row)
-        return found
-
-    def _read_needed(self, ready: ReadyGraph, needs: Sequence[RowNeed]) -> Outputs:
-        if not any(need.n_best for need in needs):
-            return WholeRows(self._read(ready, (len(needs), self.n_vocab)), needs)
-        found: list[Candidates | None] = []
-        if ready.best is not None:
-            found, n_bytes = ready.best.read(needs, partial(self._copied_row, ready))
-            self.n_result_bytes += n_bytes
-        elif needs:
-            found = self._find_needed(ready, needs)
-        rows = [self._copied_row(ready, i) if each is None else each for i, each in enumerate(found)]
-        return NeededRows(rows, partial(self._row_of_step, self._n_steps))
-
-    def _find_needed(self, ready: ReadyGraph, needs: Sequence[RowNeed]) -> list[Candidates | None]:
-        """Candidates by the rows where they lie."""
-        view = ready.result_view
-        if view is None:
-            return [best_of(self._copied_row(ready, i), need) if need.n_best else None for i, need in enumerate(needs)]
-        rows = np.frombuffer(view, np.float32).reshape(-1, self.n_vocab)
-        found = [best_of(rows[i], need) if need.n_best else None for i, need in enumerate(needs)]
-        self.n_result_bytes += sum(each.n_bytes for each in found if each is not None)
-        return found
-
     def _row_of_step(self, n_steps: int, row: int) -> npt.NDArray[np.float32]:
         with self._turn_of_caller():
             if self._current is None or self._n_steps != n_steps:
                 raise ExecutorError("a row of logits is asked for after what came next has taken its place")
-            return self._copied_row(self._current, row)
-
-    def _build(self, key: GraphKey) -> ReadyGraph:
-        hp = self.model.hp
-        n_pieces = sum(len(spans) for spans in key.reads)
-        n_per_layer = _NODES_PER_LAYER + _NODES_PER_PIECE * n_pieces
-        if hp.experts is not None:
-            n_per_layer += _NODES_OF_EXPERTS + _NODES_PER_EXPERT * hp.experts.n_used
-            if self.options.deterministic:
-                n_per_layer += _PRODUCTS_OF_EXPERTS * n_tensors_apart(key.n_tokens)
-        n_apart = n_tensors_apart(key.n_tokens) if self.options.deterministic else 0
-        max_tensors = hp.n_layer * n_per_layer + _NODES_BESIDE + max_nodes(key.adapters, n_apart) + MAX_NODES
-        weights = self.model.weights_for(key.n_tokens)
-        n_outside = len(weights) + 2 * hp.n_layer + sum(2 * len(each.pairs) for each in key.adapters)
-        b = GraphBuilder(self.model.libraries, max_tensors, n_outside)
-        try:
-            reading = self._reading if key.form is AttentionForm.CELLS else None
-            inputs = GraphInputs(b, key, self.cache, hp.n_embd, join=self._join, reading=reading)
-            g = ModelGraph(
-                b,
-                hp,
-                weights,
-                inputs.tokens,
-                inputs.positions,
-                inputs.of_positions,
-                inputs.outputs,
-                key.n_outputs,
-                self.capacity,
-                inputs,
-                key.form,
-                inputs.prepared,
-                rows_apart=self.options.deterministic,
-                ends_at_norm=key.gives_hidden,
-                adapted=inputs.adapted,
-            )
-            result = self.model.architecture.graph(g)
-            if result is not None:
-                b.output(result, "result_hidden" if key.gives_hidden else "result_logits")
-            best = BestRows(b, result, key.best) if result is not None and key.best is not None else None
-            name = f"{hp.architecture} graph of {key.n_tokens} tokens over rows {key.reads}"
-            graph = Graph(b, self.model.backends, name, self._abort, self.model.threads.of_step(key.n_tokens))
-            # asked once for a graph: each native call gives Python's lock away
-            view = None if result is None else host_view(self.model.libraries, result)
-            return ReadyGraph(graph, inputs, result, view, best)
-        except BaseException:
-            b.free()
-            raise
+            return self._result_rows.row(self._current, row)
 
     # ---- what can wait
 
@@ -643,7 +456,7 @@ class GgmlExecutor(Executor):
         return {
             "tokens_forwarded": self.n_forwarded,
             "rows_read": self.n_rows_read,
-            "result_bytes": self.n_result_bytes,
+            "result_bytes": self._result_rows.n_bytes,
             "moves": self._compaction.n_moves,
             "moves_failed": self._compaction.n_failed,
             "cells_moved": self._compaction.n_cells,

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.errors import HyperparameterError, OptionError, UnsupportedArchitectureError
-from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.executor.executor import GgmlExecutor
+from ggml_engine.executor.options import ExecutorOptions
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.model import Model, load_model

@@ -28,7 +28,8 @@ from ggml_engine.cli.main import main
 from ggml_engine.control.machine_memory import MachineMemory
 from ggml_engine.errors import ComputeError
 from ggml_engine.executor.batch import Batch
-from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.executor.executor import GgmlExecutor
+from ggml_engine.executor.options import ExecutorOptions
 
 SPLIT = Mode(flash=False, unified=False)
 UNIFIED = Mode(flash=False, unified=True)

@@ -15,7 +15,8 @@ from tiny_models import VOCAB, write_gemma3
 
 from ggml_engine.errors import CacheError, OptionError, PositionError, UnknownSequenceError
 from ggml_engine.executor.batch import Batch
-from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.executor.executor import GgmlExecutor
+from ggml_engine.executor.options import ExecutorOptions
 from ggml_engine.models.model import Model
 from ggml_engine.pool import registry
 from ggml_engine.pool.cell_cache import GgmlCellCache, GgmlSequenceCache

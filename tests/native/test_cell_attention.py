@@ -22,7 +22,8 @@ from visible import visible_cells
 
 from ggml_engine import native
 from ggml_engine.errors import GraphError, OptionError
-from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.executor.executor import GgmlExecutor
+from ggml_engine.executor.options import ExecutorOptions
 from ggml_engine.ggml.cell_kernel import CellKernel, find_kernel
 from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.attention import AttentionForm, KvCells, attend

@@ -15,7 +15,8 @@ from tiny_models import VOCAB, write_gemma3, write_llama
 
 from ggml_engine.errors import AllocationError, ComputeError, OptionError
 from ggml_engine.executor.batch import Batch
-from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.executor.executor import GgmlExecutor
+from ggml_engine.executor.options import ExecutorOptions
 from ggml_engine.ggml.backends import Graph
 from ggml_engine.models.model import Model
 from ggml_engine.pool import kv_pool

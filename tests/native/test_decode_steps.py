@@ -14,8 +14,8 @@ from tiny_models import VOCAB, write_gemma3
 from visible import visible_cells
 
 from ggml_engine.errors import GraphError
-from ggml_engine.executor import executor as executor_module
 from ggml_engine.executor import input_memory
+from ggml_engine.executor import result_rows as rows_module
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.executor import GgmlExecutor
 from ggml_engine.executor.input_memory import InputMemory
@@ -106,7 +106,7 @@ def test_a_step_sends_nothing_where_python_reaches_the_memory(
     decode(executor, [sequence], 260, 2)
     sent: list[object] = []
     monkeypatch.setattr(input_memory, "set_data", lambda *a: sent.append(a))
-    monkeypatch.setattr(executor_module, "get_data", lambda *a: sent.append(a))
+    monkeypatch.setattr(rows_module, "get_data", lambda *a: sent.append(a))
     decode(executor, [sequence], 262, 5)
     assert sent == []
 

@@ -14,7 +14,8 @@ from libllama import Oracle, Type
 from naive import NaiveModel
 from tiny_models import F16, Q8_0, VOCAB, write_gemma3, write_llama
 
-from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.executor.executor import GgmlExecutor
+from ggml_engine.executor.options import ExecutorOptions
 from ggml_engine.ggml import backends
 from ggml_engine.pool import cell_plan, read_plan
 from ggml_engine.pool.window import Window

@@ -24,7 +24,7 @@ from ggml_engine.errors import (
     StepError,
     UnknownSequenceError,
 )
-from ggml_engine.executor import executor as executor_module
+from ggml_engine.executor import step_graphs as graphs_module
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.executor import GgmlExecutor
 from ggml_engine.ggml.backends import Graph
@@ -207,8 +207,8 @@ def fail_copy(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
 
 
 def fail_build(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
-    monkeypatch.setattr(executor_module, "_NODES_PER_LAYER", 2)
-    monkeypatch.setattr(executor_module, "_NODES_BESIDE", 1)
+    monkeypatch.setattr(graphs_module, "_NODES_PER_LAYER", 2)
+    monkeypatch.setattr(graphs_module, "_NODES_BESIDE", 1)
     return GraphError
 
 
@@ -216,7 +216,7 @@ def fail_graph_memory(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
     def graph(*_: Any) -> None:
         raise AllocationError("a fault point")
 
-    monkeypatch.setattr(executor_module, "Graph", graph)
+    monkeypatch.setattr(graphs_module, "Graph", graph)
     return AllocationError
 
 
@@ -224,7 +224,7 @@ def fail_reading(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
     def get(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(executor_module, "host_view", get)
+    monkeypatch.setattr(graphs_module, "host_view", get)
     return MemoryError
 
 
@@ -267,7 +267,7 @@ def test_a_step_that_fails_after_placement_leaves_its_cells_claimed_and_nothing_
 
 def test_graphs_that_fail_to_be_built_leave_nothing_behind(executor: GgmlExecutor) -> None:
     sequence, builders = executor.open(), []
-    make = executor_module.GraphBuilder
+    make = graphs_module.GraphBuilder
 
     def recorded(*arguments: Any) -> Any:
         builder = make(*arguments)
@@ -276,7 +276,7 @@ def test_graphs_that_fail_to_be_built_leave_nothing_behind(executor: GgmlExecuto
 
     for fault in (fail_build, fail_graph_memory):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(executor_module, "GraphBuilder", recorded)
+            patch.setattr(graphs_module, "GraphBuilder", recorded)
             error = fault(patch)
             with pytest.raises(error):
                 executor.forward(Batch.of_sequence(sequence, TOKENS[:3]))

@@ -11,7 +11,8 @@ from engines import executor_over, feed, loaded
 from tiny_models import write_gemma3
 
 from ggml_engine.errors import DeviceError, OptionError
-from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.executor.executor import GgmlExecutor
+from ggml_engine.executor.options import ExecutorOptions
 from ggml_engine.ggml import backends
 from ggml_engine.ggml.backends import Buffer
 from ggml_engine.ggml.gguf import GGUFFile

@@ -16,7 +16,8 @@ from side_by_side import side_by_side
 from tiny_models import VOCAB, write_gemma3, write_llama
 
 from ggml_engine.errors import OptionError
-from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.executor.executor import GgmlExecutor
+from ggml_engine.executor.options import ExecutorOptions
 from ggml_engine.ggml import backends
 from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.model import Model

@@ -22,7 +22,8 @@ from ggml_engine.control.text import VocabularyText
 from ggml_engine.errors import ExecutorError, InputError, OptionError
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.best_rows import BestKey, BestRows
-from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.executor.executor import GgmlExecutor
+from ggml_engine.executor.options import ExecutorOptions
 from ggml_engine.ggml import backends, library
 from ggml_engine.ggml.backends import Backend, Graph
 from ggml_engine.ggml.candidates import WHOLE_ROW, RowNeed, best_of

@@ -22,7 +22,8 @@ from wide_llama import EXPERTS, LEFT_OUT, SIZES
 from ggml_engine import loading
 from ggml_engine.control.machine_memory import MachineMemory
 from ggml_engine.errors import AllocationError, CancelledError, OptionError
-from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.executor.executor import GgmlExecutor
+from ggml_engine.executor.options import ExecutorOptions
 from ggml_engine.ggml.backends import Buffer, buffer_type_name
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.tensor_types import TensorType

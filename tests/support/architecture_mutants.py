@@ -32,7 +32,8 @@ from mutant_child import N_DECODE, N_PREFILL, fork_one
 
 from ggml_engine.errors import EngineError, GGUFError, ModelError
 from ggml_engine.executor.batch import Batch
-from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.executor.executor import GgmlExecutor
+from ggml_engine.executor.options import ExecutorOptions
 from ggml_engine.ggml import library
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.models.metadata import MetadataReader

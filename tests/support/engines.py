@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.control.embedding import Embedding
-from ggml_engine.executor import executor as executor_module
+from ggml_engine.executor import options as options_module
 from ggml_engine.executor.batch import Batch
-from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.executor.executor import GgmlExecutor
 from ggml_engine.executor.llama import LlamaExecutor
 from ggml_engine.executor.llama_options import LlamaOptions
+from ggml_engine.executor.options import ExecutorOptions
 from ggml_engine.executor.protocol import Executor
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.llama_model import LlamaModel
@@ -52,7 +53,7 @@ def executor_over(model: Model, **options: Any) -> Iterator[GgmlExecutor]:
     """
     if not {"attention", "v_layout", "v_type", "deterministic"} & options.keys():
         options = {**_defaults, **options}
-    with patch.object(executor_module, "DETERMINISTIC_GRAIN", 1):
+    with patch.object(options_module, "DETERMINISTIC_GRAIN", 1):
         executor = GgmlExecutor(model, ExecutorOptions(**options))
     try:
         yield executor

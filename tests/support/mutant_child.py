@@ -23,9 +23,10 @@ from gguf_forge import Field, Image
 
 from ggml_engine.errors import EngineError
 from ggml_engine.executor.batch import Batch
-from ggml_engine.executor.executor import ExecutorOptions, GgmlExecutor
+from ggml_engine.executor.executor import GgmlExecutor
 from ggml_engine.executor.llama import LlamaExecutor
 from ggml_engine.executor.llama_options import LlamaOptions
+from ggml_engine.executor.options import ExecutorOptions
 from ggml_engine.ggml import library
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.llama_model import LlamaModel

@@ -13,7 +13,7 @@ from ggml_engine.bench.cases import CASES, choose
 from ggml_engine.bench.setting import QUICK, Setting, Sizes, fitting
 from ggml_engine.cli.main import main
 from ggml_engine.errors import OptionError
-from ggml_engine.executor.executor import ExecutorOptions
+from ggml_engine.executor.options import ExecutorOptions
 
 
 def options_of_sizes() -> dict[str, click.Option]:
