@@ -50,7 +50,6 @@ from ggml_engine.models.model import Model
 from ggml_engine.pool.cells import CellCache
 from ggml_engine.pool.pool_rows import PoolRows
 from ggml_engine.pool.registry import CacheConfig, build_cache
-from ggml_engine.values import dataclass
 
 T = TypeVar("T")
 
