@@ -133,8 +133,10 @@ def test_lazy_names_are_imported_for_type_checkers_from_the_same_modules() -> No
 
 @pytest.mark.parametrize(
     "name",
-    ["hashlib", "secrets", "random", "tempfile", "subprocess", "asyncio", "jinja2", "llama_cpp", "huggingface_hub"]
-    + ["ggml_engine.control.saved_file", "ggml_engine.ggml.gbnf", "ggml_engine.executor.llama", "ggml_engine.bench"],
+    [
+        *("hashlib", "secrets", "random", "tempfile", "subprocess", "asyncio", "jinja2", "llama_cpp", "huggingface_hub"),
+        *("ggml_engine.control.saved_file", "ggml_engine.ggml.gbnf", "ggml_engine.executor.llama", "ggml_engine.bench"),
+    ],
 )
 def test_a_start_imports_nothing_that_it_does_not_need(name: str) -> None:
     assert name not in _imported_by_a_start()
