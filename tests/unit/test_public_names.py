@@ -134,7 +134,17 @@ def test_lazy_names_are_imported_for_type_checkers_from_the_same_modules() -> No
 @pytest.mark.parametrize(
     "name",
     [
-        *("hashlib", "secrets", "random", "tempfile", "subprocess", "asyncio", "jinja2", "llama_cpp", "huggingface_hub"),
+        *(
+            "hashlib",
+            "secrets",
+            "random",
+            "tempfile",
+            "subprocess",
+            "asyncio",
+            "jinja2",
+            "llama_cpp",
+            "huggingface_hub",
+        ),
         *("ggml_engine.control.saved_file", "ggml_engine.ggml.gbnf", "ggml_engine.executor.llama", "ggml_engine.bench"),
     ],
 )
