@@ -34,6 +34,7 @@ from ggml_engine.errors import (
     PoisonedError,
     PoolFullError,
     PositionError,
+    QueueFullError,
     RewindError,
     SavedStateError,
     SequenceLimitError,
@@ -42,6 +43,7 @@ from ggml_engine.errors import (
     SessionLimitError,
     StepError,
     UnknownSequenceError,
+    UnknownSessionError,
     UnsupportedArchitectureError,
     VocabularyError,
     WeightError,
@@ -71,6 +73,11 @@ if TYPE_CHECKING:
     from ggml_engine.executor.prepared import EmbeddingInput, PreparedInput
     from ggml_engine.ggml.gguf import GGUFFile
     from ggml_engine.ggml.sampler_config import SamplerConfig
+    from ggml_engine.serving.names import SessionInfo
+    from ggml_engine.serving.options import ServingOptions
+    from ggml_engine.serving.reply import Choice, Reply
+    from ggml_engine.serving.request import ServingRequest
+    from ggml_engine.serving.runtime import ServingRuntime
 
     __version__: str
 
@@ -81,6 +88,7 @@ __all__ = [
     "CacheError",
     "CancelledError",
     "ChatTemplateError",
+    "Choice",
     "ClosedError",
     "ComputeError",
     "ContextLengthError",
@@ -115,7 +123,9 @@ __all__ = [
     "PreparedInput",
     "PromptCapture",
     "Protecting",
+    "QueueFullError",
     "Reason",
+    "Reply",
     "RetentionPolicy",
     "RewindError",
     "Runner",
@@ -123,14 +133,19 @@ __all__ = [
     "SamplerConfig",
     "SavedStateError",
     "SequenceLimitError",
+    "ServingOptions",
+    "ServingRequest",
+    "ServingRuntime",
     "Session",
     "SessionBusyError",
     "SessionError",
+    "SessionInfo",
     "SessionLimitError",
     "StepError",
     "TokenLogprobs",
     "UnderPressure",
     "UnknownSequenceError",
+    "UnknownSessionError",
     "UnsupportedArchitectureError",
     "Update",
     "VocabularyError",
@@ -141,6 +156,7 @@ __all__ = [
 
 _LAZY = {
     "CacheEntry": "ggml_engine.control.retention",
+    "Choice": "ggml_engine.serving.reply",
     "Conversation": "ggml_engine.control.conversation",
     "EmbeddingInput": "ggml_engine.executor.prepared",
     "Encoder": "ggml_engine.executor.encoder",
@@ -157,11 +173,16 @@ _LAZY = {
     "PromptCapture": "ggml_engine.control.capture",
     "Protecting": "ggml_engine.control.retention",
     "Reason": "ggml_engine.control.generation",
+    "Reply": "ggml_engine.serving.reply",
     "RetentionPolicy": "ggml_engine.control.retention",
     "Runner": "ggml_engine.control.runner",
     "RunnerOptions": "ggml_engine.control.options",
     "SamplerConfig": "ggml_engine.ggml.sampler_config",
+    "ServingOptions": "ggml_engine.serving.options",
+    "ServingRequest": "ggml_engine.serving.request",
+    "ServingRuntime": "ggml_engine.serving.runtime",
     "Session": "ggml_engine.control.session",
+    "SessionInfo": "ggml_engine.serving.names",
     "TokenLogprobs": "ggml_engine.control.logprobs",
     "UnderPressure": "ggml_engine.control.retention",
     "Update": "ggml_engine.control.generation",

@@ -30,7 +30,9 @@ EngineError
 ├── SessionError                     a session cannot do what was asked; nothing was changed
 │   ├── SessionBusyError             it has a generation already
 │   ├── SessionLimitError            no more sessions fit
+│   ├── UnknownSessionError          no session has this name
 │   └── PoisonedError                an executor failed under it: only closing it is left
+├── QueueFullError                   as many requests wait as may (retry_after_s)
 ├── SavedStateError                  a session or prefix cache cannot be saved or loaded (code, path)
 ├── ExecutorError                    an executor returned what it must not
 ├── WouldBlockError                  a callback waits for the thread that it runs on
@@ -217,8 +219,24 @@ class SessionLimitError(SessionError):
     """No more sessions fit: the number of them, or the cells reserved for them, is used up."""
 
 
+class UnknownSessionError(SessionError):
+    """No session has this name, or it has ended."""
+
+
 class PoisonedError(SessionError):
     """An executor failed under this session, so what it holds is not known: only closing it is left."""
+
+
+class QueueFullError(EngineError):
+    """As many requests wait as may. `retry_after_s` is when one of them may have begun, by how long the last took."""
+
+    def __init__(self, waiting: int, retry_after_s: float) -> None:
+        super().__init__(f"{waiting} requests wait already, try again in {retry_after_s:.0f} s")
+        self.waiting = waiting
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[type[QueueFullError], tuple[int, float]]:
+        return type(self), (self.waiting, self.retry_after_s)
 
 
 class SavedStateError(EngineError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ggml_engine.control.capture import PromptCapture
 from ggml_engine.control.deadline import Deadline
 from ggml_engine.control.entry_list import EntryList, count_bytes, is_snapshot_of
+from ggml_engine.control.future import EngineFuture
 from ggml_engine.control.prefix_match import Lookup, Miss, MissReason, difference, ranked, token_array
 from ggml_engine.control.retention import CacheEntry, LeastRecentlyUsed, RetentionPolicy
 from ggml_engine.control.runner import Adapters, Runner
@@ -30,6 +31,8 @@ from ggml_engine.errors import OptionError, WouldBlockError
 from ggml_engine.models.adapter_set import AdapterSet
 
 log = logging.getLogger("ggml_engine.control")
+
+Search = Generator[EngineFuture[Session | None], Session | None, Lookup]
 
 
 class PrefixCache:
@@ -84,11 +87,18 @@ class PrefixCache:
     # ---- looking up
 
     def lookup(
-        self, runner: Runner, tokens: Tokens, timeout: float | None = None, *, adapters: Adapters | None = None
+        self,
+        runner: Runner,
+        tokens: Tokens,
+        timeout: float | None = None,
+        *,
+        adapters: Adapters | None = None,
+        scope: object = None,
     ) -> Lookup:
         """An independent session of `runner` that shares what a snapshot has in common with the prompt `tokens`.
 
-        It is computed with `adapters`, as in `Runner.open_session`: snapshots of others serve it not at all.
+        It is computed with `adapters`, as in `Runner.open_session`: snapshots of others serve it not at all, and
+        neither do those of another `scope` (equal ones are the same).
 
         At least the last token is left to be forwarded: continue with `session.generate_async(tokens[n_reused:])`, or
         `generate_from(tokens)`. Snapshots are tried in the order of what they have in common, then the one that was
@@ -96,25 +106,70 @@ class PrefixCache:
         OptionError for what are no adapters.
         """
         self._refuse_in_callback(runner)
-        wanted = token_array(tokens)
-        adapted = runner.executor.adapters if adapters is None else AdapterSet.of(adapters)
+        search = self._search(runner, tokens, adapters, scope)
         try:
-            found = self._lookup(runner, wanted, adapted, timeout)
+            found = self._lookup(search, timeout)
         except MemoryError:
             log.exception("a look-up found no memory")
             found = Lookup(miss=Miss(MissReason.REFUSED))
-        self._count(lookups=1, hits=int(found.session is not None), tokens_reused=found.n_reused)
-        return found
+        return self._counted(found)
 
-    def _lookup(
-        self, runner: Runner, tokens: npt.NDArray[np.int32], adapters: AdapterSet, timeout: float | None
-    ) -> Lookup:
+    @staticmethod
+    def _lookup(search: Search, timeout: float | None) -> Lookup:
+        try:
+            future = next(search)
+            while True:
+                try:
+                    session = future.result(timeout)
+                except TimeoutError:
+                    future.cancel()
+                    raise
+                future = search.send(session)
+        except StopIteration as end:
+            found: Lookup = end.value
+            return found
+
+    def lookup_async(
+        self, runner: Runner, tokens: Tokens, *, adapters: Adapters | None = None, scope: object = None
+    ) -> EngineFuture[Lookup]:
+        """A future of what `lookup` gives; waits for nothing, and may be called in a callback.
+
+        What was found is closed where the future was cancelled before. Raises as `lookup`.
+        """
+        future: EngineFuture[Lookup] = EngineFuture(runner._core.is_engine_thread)
+        self._go_on(self._search(runner, tokens, adapters, scope), future, None)
+        return future
+
+    def _go_on(self, search: Search, future: EngineFuture[Lookup], session: Session | None) -> None:
+        """Try snapshots until one has to be waited for, whose end goes on from here."""
+        try:
+            while True:
+                asked = search.send(session)
+                if not asked.done():
+                    asked.add_done_callback(lambda done: self._go_on(search, future, done.result()))
+                    return
+                session = asked.result()
+        except StopIteration as end:
+            found = self._counted(end.value)
+        except MemoryError:
+            log.exception("a look-up found no memory")
+            found = self._counted(Lookup(miss=Miss(MissReason.REFUSED)))
+        if not future.settle(found) and found.session is not None:
+            found.session.close()
+
+    def _search(self, runner: Runner, tokens: Tokens, adapters: Adapters | None, scope: object) -> Search:
+        """Check what was asked for, and begin: a generator of clones that are asked for, and takes what they gave."""
+        wanted = token_array(tokens)
+        adapted = runner.executor.adapters if adapters is None else AdapterSet.of(adapters)
+        return self._searching(runner, wanted, adapted, scope)
+
+    def _searching(self, runner: Runner, tokens: npt.NDArray[np.int32], adapters: AdapterSet, scope: object) -> Search:
         if not self.max_entries:
             return Lookup(miss=Miss(MissReason.DISABLED))
         if tokens.size < 2:
             return Lookup(miss=Miss(MissReason.SHORT))
         self._fault("lookup")
-        entries = self._entries.alive()
+        entries = [entry for entry in self._entries.alive() if entry.scope == scope]
         fingerprint = adapters.fingerprint_over(runner.executor.fingerprint)
         own = [entry for entry in entries if self._is_own(entry, runner, fingerprint)]
         if not own:
@@ -122,40 +177,46 @@ class PrefixCache:
         candidates = ranked(own, tokens)
         miss = difference(*candidates[0], tokens, runner.text)
         for entry, n in candidates:
-            if n and (session := self._cloned(entry, n, tokens, timeout)) is not None:
+            if not n:
+                break
+            self._fault("clone")
+            session = yield entry.snapshot.clone_async(n)
+            if session is not None and self._is_exact(session, tokens[:n]):
                 self._entries.touch(entry)
                 return Lookup(session, n, miss)
         if not candidates[0][1]:
             return Lookup(miss=miss)
         return Lookup(miss=Miss(MissReason.REFUSED, candidates[0][1]))
 
+    def _counted(self, found: Lookup) -> Lookup:
+        self._count(lookups=1, hits=int(found.session is not None), tokens_reused=found.n_reused)
+        return found
+
     @staticmethod
     def _is_own(entry: CacheEntry, runner: Runner, fingerprint: str) -> bool:
         """Whether an entry's K/V is in this runner's executor, and is what the fingerprint stands for."""
         return entry.snapshot.runner is runner and entry.fingerprint == fingerprint
 
-    def _cloned(
-        self, entry: CacheEntry, n: int, tokens: npt.NDArray[np.int32], timeout: float | None
-    ) -> Session | None:
-        self._fault("clone")
-        future = entry.snapshot.clone_async(n)
-        try:
-            session = future.result(timeout)
-        except TimeoutError:
-            future.cancel()
-            raise
-        if session is None:
-            return None
+    def _is_exact(self, session: Session, tokens: npt.NDArray[np.int32]) -> bool:
+        """Whether a clone has these tokens; one that has others is closed."""
         try:
             self._fault("found")
             # whoever took the snapshot may have a handle of it, and have gone on with it
-            if np.array_equal(np.asarray(session.tokens, np.int32), tokens[:n]):
-                return session
+            if np.array_equal(np.asarray(session.tokens, np.int32), tokens):
+                return True
         except BaseException:
             session.close()
             raise
         session.close()
-        return None
+        return False
+
+    def count_reusable(self, runner: Runner, tokens: Tokens, *, scope: object = None) -> int:
+        """How many of the prompt's tokens a look-up would find now, without adapters of its own. Waits for nothing."""
+        wanted = token_array(tokens)
+        fingerprint = runner.executor.adapters.fingerprint_over(runner.executor.fingerprint)
+        alive = [each for each in self._entries.alive() if each.scope == scope]
+        own = [each for each in alive if self._is_own(each, runner, fingerprint)]
+        return ranked(own, wanted)[0][1] if own else 0
 
     # ---- taking in
 
@@ -168,23 +229,42 @@ class PrefixCache:
         wanted = token_array(tokens)
         if not self.max_entries:
             return PromptCapture(None, session, wanted)
-        key = CacheEntry(session, wanted, None, session.fingerprint)
+        return PromptCapture(self, session, wanted, self._find(CacheEntry(session, wanted, None, session.fingerprint)))
+
+    def holds(self, session: Session, tokens: Tokens, *, scope: object = None) -> bool:
+        """Whether there is a snapshot of exactly `tokens` that stands for this session's; it counts as used now.
+
+        Waits for nothing, and may be called in a callback.
+        """
+        return self._find(CacheEntry(session, token_array(tokens), None, session.fingerprint, scope)) is not None
+
+    def _find(self, key: CacheEntry) -> CacheEntry | None:
+        """The entry of the same tokens, which counts as used now."""
         saved = next((entry for entry in self._entries.alive() if key.is_duplicate(entry)), None)
         if saved is not None:
             self._entries.touch(saved)
-        return PromptCapture(self, session, wanted, saved)
+        return saved
 
-    def insert(self, snapshot: Session, tokens: Tokens, metadata: object = None, timeout: float | None = None) -> bool:
+    def insert(
+        self,
+        snapshot: Session,
+        tokens: Tokens,
+        metadata: object = None,
+        timeout: float | None = None,
+        *,
+        scope: object = None,
+    ) -> bool:
         """Keep a session as the snapshot of exactly `tokens`; whether there is one of these in the cache then.
 
         The session is the cache's from here on: where it is not kept, it is closed. Not kept are those whose tokens are
         others, that are busy or closed, hold a prepared input, or find no room; one whose tokens are there already
-        refreshes that entry, which takes over the new metadata.
+        refreshes that entry, which takes over the new metadata. It serves look-ups of an equal `scope` alone, stands in
+        for no snapshot of another one, and in no file; bounds and policy count them all.
         """
         self._refuse_in_callback(snapshot.runner)
         try:
             with self._turn_to_insert(timeout):
-                return self._insert(snapshot, token_array(tokens), metadata, timeout)
+                return self._insert(snapshot, token_array(tokens), metadata, scope, timeout)
         except MemoryError:
             log.exception("a snapshot was not kept: there is no memory")
             return False
@@ -193,12 +273,17 @@ class PrefixCache:
                 snapshot.close()
 
     def _insert(
-        self, snapshot: Session, tokens: npt.NDArray[np.int32], metadata: object, timeout: float | None
+        self,
+        snapshot: Session,
+        tokens: npt.NDArray[np.int32],
+        metadata: object,
+        scope: object,
+        timeout: float | None,
     ) -> bool:
         if not self.max_entries or not is_snapshot_of(snapshot, tokens):
             return False
         self._fault("insert")
-        entry = CacheEntry(snapshot, tokens, metadata, snapshot.fingerprint)
+        entry = CacheEntry(snapshot, tokens, metadata, snapshot.fingerprint, scope)
         if self._entries.refresh(entry, metadata):
             return True
         replaced: list[CacheEntry] = []
@@ -273,13 +358,13 @@ class PrefixCache:
 
         Tokens, K/V (a shared cell once), the order of use, and metadata, which must be what JSON can keep (None, too).
         A file holds entries of one runner: `runner` says which, where there are several, and only its entries are
-        saved; those that were computed with adapters are left out. Forwards run in between. Raises SavedStateError,
-        SessionError when cells ran out meanwhile, and OptionError where no runner can be told; then no file has
-        changed.
+        saved; those that were computed with adapters, or have a scope, are left out. Forwards run in between. Raises
+        SavedStateError, SessionError when cells ran out meanwhile, and OptionError where no runner can be told; then no
+        file has changed.
         """
         self._refuse_in_callback(*([] if runner is None else [runner]))
         path, deadline = path_of(directory, name), Deadline(timeout)
-        entries = self._entries.alive()
+        entries = [each for each in self._entries.alive() if each.scope is None]
         runners = {entry.snapshot.runner for entry in entries}
         if runner is None and len(runners) != 1:
             raise OptionError(f"a file holds entries of one runner, these are of {len(runners)}: name the runner")
@@ -321,7 +406,8 @@ class PrefixCache:
     def _wanted(runner: Runner, state: SavedState, there: Sequence[CacheEntry]) -> list[int]:
         """The sequences of a saved cache that are not there already, the one that was used last first."""
         fingerprint = runner.executor.fingerprint
-        known = {each.tokens.tobytes() for each in there if PrefixCache._is_own(each, runner, fingerprint)}
+        own = [each for each in there if each.scope is None and PrefixCache._is_own(each, runner, fingerprint)]
+        known = {each.tokens.tobytes() for each in own}
         last = {each.tokens.tobytes(): i for i, each in enumerate(state.sequences)}
         return sorted((i for key, i in last.items() if key not in known), reverse=True)
 

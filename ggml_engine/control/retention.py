@@ -19,17 +19,20 @@ from ggml_engine.values import dataclass
 class CacheEntry:
     """A snapshot that a prefix cache keeps, or is asked to keep: `tokens` i32 [snapshot.position].
 
-    `metadata` is the caller's. `fingerprint` is that of the session when it was inserted.
+    `metadata` is the caller's. `fingerprint` is that of the session when it was inserted. Entries of different `scope`
+    do not know of each other.
     """
 
     snapshot: Session
     tokens: npt.NDArray[np.int32]
     metadata: object
     fingerprint: str
+    scope: object = None
 
     def is_like(self, other: CacheEntry) -> bool:
         """Whether the other one's K/V could stand for this one's, as far as their tokens are the same."""
-        return self.snapshot.runner is other.snapshot.runner and self.fingerprint == other.fingerprint
+        is_own = self.snapshot.runner is other.snapshot.runner and self.fingerprint == other.fingerprint
+        return is_own and self.scope == other.scope
 
     def extends(self, other: CacheEntry) -> bool:
         """Whether it begins with all the tokens of the other one, or has the same."""

@@ -144,6 +144,16 @@ class Runner:
         return self._core.scheduler.executor
 
     @property
+    def options(self) -> RunnerOptions:
+        """How it is bounded."""
+        return self._core.scheduler.options
+
+    @property
+    def session_limit(self) -> int:
+        """The most positions that a session can hold."""
+        return self._core.scheduler.session_limit
+
+    @property
     def text(self) -> TextModel:
         """The model's tokens and text."""
         return self._core.scheduler.text

@@ -260,6 +260,13 @@ class Session:
 
         save_session(self._core, self._state, path_of(directory, name), Deadline(timeout))
 
+    def yield_when_idle(self) -> None:
+        """From now on its cells may be given to others when they run out, while it does not generate: as a snapshot's.
+
+        It is evicted then, and generates no more.
+        """
+        self._state.is_snapshot = True
+
     def close(self) -> None:
         """Close it; a running generation is cancelled. Does not wait. Idempotent."""
         self._close()

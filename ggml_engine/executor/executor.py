@@ -49,7 +49,7 @@ from ggml_engine.models.attention import AttentionForm
 from ggml_engine.models.model import Model
 from ggml_engine.pool.cells import CellCache
 from ggml_engine.pool.pool_rows import PoolRows
-from ggml_engine.pool.registry import CacheConfig, build_cache
+from ggml_engine.pool.registry import CacheConfig, ClonesAnywhere, build_cache
 
 T = TypeVar("T")
 
@@ -272,6 +272,11 @@ class GgmlExecutor(Executor):
     def close_later(self, sequence: int) -> None:
         """Drop a sequence before the next call; takes no turn, so that a finalizer may call it."""
         self._to_close.append(sequence)
+
+    @property
+    def clones_anywhere(self) -> bool:
+        """Whether a sequence can be cloned at each of its positions: as the cache says."""
+        return isinstance(self.cache, ClonesAnywhere) and self.cache.clones_anywhere
 
     def clone(self, source: int, upto: int) -> int | None:
         """A new sequence that shares the first `upto` positions of `source`; nothing is copied.

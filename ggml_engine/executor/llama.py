@@ -170,6 +170,11 @@ class LlamaExecutor(Executor):
             self._memory.cut(sequence, 0)
             self._cells.close(sequence)
 
+    @property
+    def clones_anywhere(self) -> bool:
+        """Whether a sequence can be cloned at each of its positions: the memory keeps all, or the last state alone."""
+        return self.model.keeps_positions
+
     def clone(self, source: int, upto: int) -> int | None:
         """A new sequence that shares the first `upto` positions of `source`; nothing is copied.
 

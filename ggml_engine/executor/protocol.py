@@ -113,6 +113,11 @@ class Executor(ABC):
     def length(self, sequence: int) -> int:
         """Committed positions of a sequence."""
 
+    @property
+    def clones_anywhere(self) -> bool:
+        """Whether a sequence can be cloned at each of its positions, so that a longer one serves for all shorter."""
+        return False
+
     def clone(self, source: int, upto: int) -> int | None:  # noqa: ARG002  # the default refuses
         """A new sequence of the first `upto` positions of `source`, or None where that cannot be had."""
         return None

@@ -153,6 +153,8 @@ class CellCache:
     for values that are not possible, before anything is allocated.
     """
 
+    clones_anywhere = True  # at every position of a sequence
+
     def __init__(
         self,
         capacity: int,

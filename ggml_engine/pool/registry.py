@@ -64,6 +64,13 @@ class MovesCells(Protocol):
         """Make it, and return the bytes copied; see `GgmlCellCache.move`."""
 
 
+@runtime_checkable
+class ClonesAnywhere(Protocol):
+    """What a cache has besides that says so where its sequences can be cloned at each of their positions."""
+
+    clones_anywhere: bool
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """What a cache is built from. `capacity` is in cells; `backends` has one for each layer."""

@@ -16,6 +16,8 @@ from ggml_engine.pool.window import Window
 class SequenceCache(CellCache):
     """One sequence at a time. `capacity` is in cells and windows as in `CellCache`."""
 
+    clones_anywhere = False
+
     def __init__(self, capacity: int, windows: Sequence[int | Window] = (0,), *, read_block: int = 256) -> None:
         super().__init__(capacity, windows, run=1, read_block=read_block)
 

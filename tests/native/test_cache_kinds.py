@@ -50,6 +50,15 @@ def test_the_known_kinds_are_three_names_for_two_caches(model: Model) -> None:
             assert type(executor.cache) is cache
 
 
+def test_an_executor_clones_at_every_position_where_its_cache_does(model: Model) -> None:
+    for kind, expected in {"batched_cell": True, "sequence": False}.items():
+        with executor_over(model, cache_kind=kind, capacity=64) as executor:
+            assert executor.clones_anywhere is expected
+            sequence = executor.open()
+            feed(executor, sequence, TOKENS[:9])
+            assert (executor.clone(sequence, 4) is not None) is expected
+
+
 @pytest.mark.parametrize("kv", ["f32", "f16"])
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_one_sequence_gives_the_same_bytes_in_every_kind(model: Model, mode: dict[str, Any], kv: str) -> None:

@@ -379,6 +379,10 @@ class FakeExecutor(CellExecutor):
         """`length` for a test: recorded nowhere."""
         return self.cache.length(sequence) - self._extra.get(sequence, 0)
 
+    @property
+    def clones_anywhere(self) -> bool:
+        return self._clones and self._ring is None
+
     def clone(self, source: int, upto: int) -> int | None:
         with self._call("clone", source, upto) as done:
             self.clone_gate.enter()

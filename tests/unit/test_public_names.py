@@ -16,6 +16,12 @@ from ggml_engine import errors
 
 NAMES = {
     "CacheEntry",
+    "Choice",
+    "Reply",
+    "ServingOptions",
+    "ServingRequest",
+    "ServingRuntime",
+    "SessionInfo",
     "LeastRecentlyUsed",
     "Lookup",
     "Miss",

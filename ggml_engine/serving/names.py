@@ -1,0 +1,111 @@
+"""`SessionNames`: named sessions by partition and name, who uses each, and which of them goes.
+
+Not locked: the runtime's lock is held around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ggml_engine.control.session import Session
+from ggml_engine.errors import SessionBusyError, SessionLimitError, UnknownSessionError
+
+Key = tuple[str, str]  # partition, name
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """A named session: `position` is how many tokens are committed in it, `last_used_s` by the runtime's clock."""
+
+    name: str
+    position: int
+    is_busy: bool
+    last_used_s: float
+
+
+@dataclass(slots=True, eq=False)
+class NamedSession:
+    """A name, and the session that goes by it; None before its first one was opened, and where that was lost."""
+
+    key: Key
+    last_used: float
+    session: Session | None = None
+    is_busy: bool = True
+    is_gone: bool = False  # closed under whoever uses it, who then lets go of the session
+
+    def let_go(self) -> None:
+        """Close its session."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.close()
+
+
+class SessionNames:
+    """Up to `most` named sessions."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._by_key: dict[Key, NamedSession] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[NamedSession]:
+        return iter(list(self._by_key.values()))
+
+    def find(self, key: Key) -> NamedSession:
+        """The one of that name. Raises UnknownSessionError."""
+        found = self._by_key.get(key)
+        if found is None or (not found.is_busy and not _is_open(found)):
+            raise UnknownSessionError(f"there is no session {key[1]!r}")
+        return found
+
+    def claim(self, key: Key, now: float) -> NamedSession:
+        """The one of that name, made where there is none, for one user until `release`.
+
+        The idle one that was used longest ago is closed for a new one where there are too many. Raises
+        SessionBusyError, and SessionLimitError where none is idle.
+        """
+        found = self._by_key.get(key)
+        if found is None:
+            self._make_room()
+            found = self._by_key[key] = NamedSession(key, now)
+        elif found.is_busy:
+            raise SessionBusyError(f"the session {key[1]!r} is in use: its request has not ended")
+        found.is_busy = True
+        return found
+
+    def _make_room(self) -> None:
+        if len(self._by_key) < self._most:
+            return
+        idle = [each for each in self._by_key.values() if not each.is_busy]
+        if not idle:
+            raise SessionLimitError(f"all of the {self._most} sessions that may be kept (max_sessions) are in use")
+        self.remove(min(idle, key=lambda each: each.last_used))
+
+    def release(self, named: NamedSession, now: float) -> None:
+        """Its user has done: it is idle, or gone where it has no session that could go on."""
+        named.is_busy, named.last_used = False, now
+        if named.is_gone:
+            named.let_go()
+        elif named.session is not None and named.session.status == "open" and named.session.position:
+            named.session.yield_when_idle()
+        else:
+            self.remove(named)
+
+    def remove(self, named: NamedSession) -> None:
+        """Forget the name; its session is closed, by its user where there is one."""
+        if self._by_key.get(named.key) is named:
+            del self._by_key[named.key]
+        named.is_gone = True
+        if not named.is_busy:
+            named.let_go()
+
+    def of(self, partition: str) -> list[NamedSession]:
+        """Those of a partition that have a session or are in use."""
+        return [each for each in self if each.key[0] == partition and (each.is_busy or _is_open(each))]
+
+
+def _is_open(named: NamedSession) -> bool:
+    return named.session is not None and named.session.status == "open"

@@ -1,0 +1,163 @@
+"""Several choices for one prompt: its cells are shared, and it is evaluated once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from control_bench import PROMPT, greedy
+from fake_executor import WAIT_S
+from serving_bench import Ear, serving
+
+from ggml_engine.control.config import GenConfig
+from ggml_engine.control.generation import Reason, Update
+from ggml_engine.errors import OptionError
+from ggml_engine.ggml.sampler_config import MAX_SEED, SamplerConfig
+from ggml_engine.serving.request import ServingRequest
+
+
+def test_a_prompt_is_evaluated_once_for_all_choices() -> None:
+    with serving() as s:
+        reply = s.submit(PROMPT, 4, n=4)
+        for choice in reply.result(WAIT_S):
+            assert choice.tokens == s.b.expected(PROMPT, 4)
+        assert reply.stats.evaluated_tokens == len(PROMPT) + 3, "each of the others forwards the last token"
+        assert (reply.stats.prompt_tokens, reply.stats.cached_tokens) == (len(PROMPT), 0)
+        assert reply.stats.generated_tokens == 16
+        assert [call.arguments[1] for call in s.b.executor.calls_of("clone")] == [len(PROMPT) - 1] * 3
+        forwarded = sum(len(chunk.tokens) for forward in s.b.executor.forwards for chunk in forward.chunks)
+        assert forwarded == len(PROMPT) + 3 + 4 * 3
+        s.drain()
+        assert s.n_open == 0
+
+
+def test_choices_share_the_cells_of_the_prompt() -> None:
+    with serving() as s:
+        with s.b.executor.holding_forward(after=2) as gate:
+            reply = s.submit(PROMPT, 6, n=3)
+            gate.wait_held()
+            gate.step()
+            # the last token of the prompt, and what came, is each one's own
+            assert s.b.executor.cache.used_cells <= len(PROMPT) - 1 + 3 * 4
+        assert reply.result(WAIT_S)
+
+
+def test_choices_differ_by_their_seeds_and_each_is_what_its_seed_gives() -> None:
+    with serving() as s:
+        config = GenConfig(max_tokens=6, sampler=SamplerConfig(temperature=5.0, seed=MAX_SEED))
+        request = ServingRequest(PROMPT, config, n=3)
+        assert [request.config_of(i).sampler.seed for i in range(3)] == [MAX_SEED, 0, 1]
+        reply = s.runtime.submit(request)
+        found = [choice.tokens for choice in reply.result(WAIT_S)]
+        for i, tokens in enumerate(found):
+            alone = s.runtime.submit(ServingRequest(PROMPT, request.config_of(i)))
+            assert alone.result(WAIT_S)[0].tokens == tokens
+        assert len({tuple(tokens) for tokens in found}) == 3
+
+
+def test_a_listener_hears_of_every_choice_and_once_of_each_end() -> None:
+    with serving(max_batch_tokens=4) as s:
+        ear = Ear()
+        reply = s.submit(PROMPT, 3, ear, n=3)
+        assert reply.wait(WAIT_S)
+        assert sorted(ear.settled) == [0, 1, 2]
+        for index in range(3):
+            told = [update for i, update in ear.updates if i == index]
+            assert [t for update in told for t in update.tokens] == s.b.expected(PROMPT, 3)
+            assert "".join(update.text for update in told) == reply.choices[index].text != ""
+        progress = [(i, update.prefill.done) for i, update in ear.updates if update.prefill is not None]
+        assert progress == [(0, 0), (0, 4), (0, 8), (0, 9)]
+
+
+@pytest.mark.parametrize("n_faults", [1, 2])
+def test_a_choice_whose_clone_is_refused_evaluates_the_prompt_itself(n_faults: int) -> None:
+    with serving() as s:
+        for i in range(n_faults):
+            s.b.executor.fail_clone(RuntimeError("no"), i)
+        reply = s.submit(PROMPT, 4, n=3)
+        for choice in reply.result(WAIT_S):
+            assert choice.tokens == s.b.expected(PROMPT, 4)
+        assert reply.stats.evaluated_tokens == len(PROMPT) * (1 + n_faults) + (2 - n_faults)
+
+
+def test_the_first_choice_is_the_named_sessions() -> None:
+    with serving(prefix_cache_entries=4) as s:
+        history = [*PROMPT, *s.ask(PROMPT, session="a", n=3).choices[0].tokens]
+        assert [info.name for info in s.runtime.sessions()] == ["a"]
+        assert s.reused([*history, 5], session="a") == len(history) - 1
+        assert s.keys == [PROMPT]
+
+
+def test_more_choices_than_compute_at_once_are_refused() -> None:
+    with serving(max_requests=4) as s:
+        with pytest.raises(OptionError, match=r"n is 5, at most 4 compute at once \(max_requests\)"):
+            s.submit(n=5)
+        for n in (0, -1, True, 1.5):
+            with pytest.raises(OptionError, match="n is how many choices"):
+                s.submit(n=n)
+        s.ask(n=4)
+
+
+def test_choices_count_as_generations_that_compute() -> None:
+    with serving(max_requests=4) as s:
+        with s.b.executor.holding_forward() as gate:
+            first = s.submit(n=3)
+            gate.wait_held()
+            second, third = s.submit(n=2), s.submit(n=1)
+            assert s.runtime.stats()["running"] == 3
+            assert (second.state, third.state) == ("queued", "queued"), "the order is that of the submits"
+        for reply in (first, second, third):
+            assert reply.result(WAIT_S)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 4])
+def test_a_cancel_ends_all_choices(after: int) -> None:
+    with serving(prefix_cache_entries=2) as s:
+        ear = Ear()
+        with s.b.executor.holding_forward(after=after) as gate:
+            reply = s.submit(PROMPT, 50, ear, n=3)
+            gate.wait_held()
+            reply.cancel()
+        assert reply.wait(WAIT_S)
+        assert {choice.reason for choice in reply.choices} == {Reason.CANCELLED}
+        assert sorted(ear.settled) == [0, 1, 2]
+        assert s.runtime.stats()["cancelled"] == 1
+
+
+def test_choices_of_a_prompt_that_fails_fail_with_it() -> None:
+    with serving() as s:
+        s.b.executor.fail_forward(RuntimeError("broken"))
+        reply = s.submit(n=3)
+        assert reply.wait(WAIT_S)
+        assert [choice.reason for choice in reply.choices] == [Reason.FAILED] * 3
+        assert all("broken" in str(choice.error) for choice in reply.choices)
+        with pytest.raises(Exception, match="broken"):
+            reply.result(WAIT_S)
+
+
+def test_what_a_listener_raises_ends_its_choice() -> None:  # R31
+    with serving() as s:
+
+        class Raising(Ear):
+            def on_update(self, index: int, update: Update) -> None:
+                if index == 1 and update.tokens:
+                    raise RuntimeError("the window was closed")
+
+            def on_settled(self, index: int, choice: Any) -> None:
+                super().on_settled(index, choice)
+                raise RuntimeError("and so was this")
+
+        ear = Raising()
+        reply = s.submit(PROMPT, 4, ear, n=3)
+        assert reply.wait(WAIT_S)
+        assert [choice.reason for choice in reply.choices] == [Reason.LENGTH, Reason.FAILED, Reason.LENGTH]
+        assert sorted(ear.settled) == [0, 1, 2]
+
+
+def test_log_probabilities_of_the_prompt_are_the_first_choices() -> None:
+    with serving() as s:
+        reply = s.runtime.submit(ServingRequest(PROMPT, greedy(max_tokens=2, logprobs=1, prompt_logprobs=0), n=2))
+        first, second = reply.result(WAIT_S)
+        assert len(first.prompt_logprobs) == len(PROMPT)
+        assert not second.prompt_logprobs
+        assert len(first.logprobs) == len(second.logprobs) == 2
