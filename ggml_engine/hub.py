@@ -17,12 +17,12 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from ggml_engine.errors import DownloadError, EngineError, InputError
-from ggml_engine.values import dataclass
 
 Progress = Callable[[int, int | None], None]
 

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import ggml_engine.control.conversation  # noqa: F401  # needed next: imported here, beside the vocabulary's parsing
@@ -29,7 +29,6 @@ from ggml_engine.models.registry import find_architecture
 from ggml_engine.models.weights import Cancel, Progress
 from ggml_engine.pool.kv_pool import bytes_per_cell
 from ggml_engine.pool.kv_types import kv_type as find_kv_type
-from ggml_engine.values import dataclass
 
 if TYPE_CHECKING:
     from ggml_engine.executor.llama import LlamaExecutor

@@ -6,12 +6,11 @@ Sequences are numbered from 0 here, whatever the engine calls them. A step ends 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-
-from ggml_engine.values import dataclass
 
 N_BATCH = 512  # tokens of a step at most, n_batch and n_ubatch of llama.cpp
 

@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -19,7 +20,6 @@ from ggml_engine.bench.driver import N_BATCH, Room, TokenIds
 from ggml_engine.errors import AllocationError, ComputeError, ModelError
 from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.reference.libllama import import_libllama
-from ggml_engine.values import dataclass
 
 _CTX_PADDING: Final = 256
 _FLASH_AUTO: Final = -1  # enum llama_flash_attn_type; 0 and 1 are off and on

@@ -8,8 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-
-from ggml_engine.values import dataclass
+from dataclasses import dataclass
 
 Clock = Callable[[], float]
 

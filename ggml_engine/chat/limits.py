@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from ggml_engine.errors import ChatTemplateError
-from ggml_engine.values import dataclass
 
 # A container nested deeper than this is refused: printing, comparing and hashing it recurse natively.
 MAX_DEPTH = 96

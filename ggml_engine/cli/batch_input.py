@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ggml_engine.cli.text_input import from_argument
 from ggml_engine.control.config import GenConfig
 from ggml_engine.errors import EngineError, InputError, OptionError
-from ggml_engine.values import dataclass
 
 Message = Mapping[str, object]
 

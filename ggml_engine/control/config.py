@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from ggml_engine.errors import OptionError
 from ggml_engine.ggml.sampler_config import SamplerConfig
-from ggml_engine.values import dataclass
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024

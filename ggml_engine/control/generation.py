@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import itertools
 import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -24,7 +23,6 @@ from ggml_engine.control.config import GenConfig
 from ggml_engine.control.logprobs import TokenLogprobs
 from ggml_engine.errors import ClosedError, EngineError, WouldBlockError
 from ggml_engine.executor.prepared import PreparedInput
-from ggml_engine.values import dataclass
 
 _POLL_S = 0.25  # a wait is cut into such pieces, so that Ctrl-C is noticed on every platform
 
@@ -59,7 +57,7 @@ class Update:
     prefill: Prefill | None = None
 
 
-@dataclasses.dataclass(slots=True)
+@dataclass(slots=True)
 class GenerationStats:
     """Counts and times of a generation, in seconds.
 

@@ -7,12 +7,11 @@ goes too: a save that fails costs less than a generation.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +28,6 @@ from ggml_engine.errors import (
 )
 from ggml_engine.executor.image import ImageReader, ImageWriter, KvImage, Rows
 from ggml_engine.executor.protocol import Executor
-from ggml_engine.values import dataclass
 
 log = logging.getLogger("ggml_engine.control")
 
@@ -44,7 +42,7 @@ class Source:
     tokens: npt.NDArray[np.int32] | None = None
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class HeldImage:
     """Sequences that are being saved. `taken` are the indices of the sources that they are of."""
 
@@ -56,7 +54,7 @@ class HeldImage:
     reader: ImageReader | None = None  # None too where the executor has no images
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class IncomingImage:
     """Sequences that are being loaded: `n_sessions` places are kept for them."""
 

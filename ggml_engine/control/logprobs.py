@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.ggml.candidates import MAX_CANDIDATES, WHOLE_ROW, Candidates, RowNeed, best_ids, log_sum_exp
-from ggml_engine.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

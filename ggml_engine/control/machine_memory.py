@@ -6,9 +6,8 @@ import ctypes
 import os
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-
-from ggml_engine.values import dataclass
 
 _KIB = 1024
 _NO_LIMIT = 1 << 60  # what version 1 of cgroups says where there is none is near 2**63

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from ggml_engine.control.session_state import SessionState
 from ggml_engine.errors import OptionError
-from ggml_engine.values import dataclass
 
 _MOST_SESSIONS = 1 << 20  # what a reservation may be asked for, however few of them will fit
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
@@ -12,7 +13,6 @@ from ggml_engine.control.retention import CacheEntry
 from ggml_engine.control.session import Session, Tokens
 from ggml_engine.control.text import TextModel
 from ggml_engine.errors import InputError
-from ggml_engine.values import dataclass
 
 _N_AROUND = 8  # tokens on each side of a difference whose text is shown
 

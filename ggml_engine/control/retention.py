@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +13,6 @@ import numpy.typing as npt
 from ggml_engine.control.machine_memory import MachineMemory, machine_memory
 from ggml_engine.control.session import Session
 from ggml_engine.errors import OptionError
-from ggml_engine.values import dataclass
 
 
 @dataclass(frozen=True, slots=True, eq=False)

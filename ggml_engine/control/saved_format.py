@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.executor.image import KvImage
-from ggml_engine.values import dataclass
 
 MAGIC = b"\x89GGKV\r\n\x1a"
 VERSION = 1

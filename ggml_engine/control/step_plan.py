@@ -8,9 +8,8 @@ adapters share no step: their groups take turns.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
-
-from ggml_engine.values import dataclass
 
 Group = TypeVar("Group", bound=Hashable)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
 from ggml_engine.models.attention import AttentionForm
 from ggml_engine.pool.kv_types import VLayout
-from ggml_engine.values import dataclass
 
 # What is measured: steps of so many tokens, over so many rows. Between them the nearest one decides, by its ratio.
 TOKENS: Final = (1, 4, 8, 16, 32, 128, 512)

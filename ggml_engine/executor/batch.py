@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,6 @@ import numpy.typing as npt
 
 from ggml_engine.errors import InputError
 from ggml_engine.executor.prepared import PreparedSlice
-from ggml_engine.values import dataclass
 
 
 @dataclass(frozen=True, slots=True, eq=False)

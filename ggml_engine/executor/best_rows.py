@@ -7,6 +7,7 @@ or a count of those that are smaller, and the sum of the row: where these leave 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,6 @@ from ggml_engine.ggml.backends import get_data
 from ggml_engine.ggml.candidates import NOT_FINITE, Candidates, RowNeed, best_of
 from ggml_engine.ggml.library import Libraries
 from ggml_engine.ggml.ops import GraphBuilder, Tensor
-from ggml_engine.values import dataclass
 
 MAX_NODES = 24
 _GRAIN = 32  # so that sessions of other options, and their steps together, share graphs

@@ -14,6 +14,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -34,7 +35,6 @@ from ggml_engine.pool.kv_pool import GgmlKvPool, bytes_per_cell
 from ggml_engine.pool.kv_types import QUANTISED, KvFormat, VLayout
 from ggml_engine.pool.read_plan import Comb, ReadGeometry, Stretch, VisibleCells, plan_read_exactly
 from ggml_engine.pool.window import Window
-from ggml_engine.values import dataclass
 
 SLICE_S: Final = 0.02  # of work between two looks at whether somebody waits
 LONGEST_RUN_S: Final = 0.01  # what is not to be interrupted

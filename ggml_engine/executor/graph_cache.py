@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ggml_engine.executor.best_rows import BestRows
 from ggml_engine.executor.inputs import GraphInputs, GraphKey
 from ggml_engine.ggml.backends import Graph
 from ggml_engine.ggml.ops import Tensor
-from ggml_engine.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
-from ggml_engine.values import dataclass
 
 Rows = npt.NDArray[np.uint8]  # [rows, row_bytes]
 Table = npt.NDArray[np.int64]  # of one sequence: which rows it is made of, in order

@@ -12,6 +12,7 @@ last row that is a prepared one is repeated as such.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,6 @@ from ggml_engine.pool.cells import Placement
 from ggml_engine.pool.kv_types import hadamard
 from ggml_engine.pool.read_plan import Comb, group_spans
 from ggml_engine.pool.registry import GgmlCache
-from ggml_engine.values import dataclass
 
 Spans = tuple[tuple[int, int], ...]
 

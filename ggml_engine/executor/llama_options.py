@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from ggml_engine.errors import OptionError
 from ggml_engine.ggml.llama_context import MAX_SLOTS
 from ggml_engine.ggml.threads import ThreadCounts
-from ggml_engine.values import dataclass
 
 # libllama keeps a row of logits for each sequence, and a recurrent state from the start.
 _SEQUENCES: Final = 32

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from ggml_engine.errors import OptionError
 from ggml_engine.models.attention import ATTENTION_OPTIONS, AttentionForm, AttentionOption
 from ggml_engine.pool.kv_types import QUANTISED, KvFormat, VLayout, kv_type
-from ggml_engine.values import dataclass
 
 # Rows that deterministic steps are a multiple of: kernels work on up to 8 rows at once, and on what is left over by
 # other code, which rounds differently.

@@ -7,6 +7,7 @@ as the pool does not grow.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ggml_engine.executor.input_memory import InputMemory
 from ggml_engine.ggml.cell_kernel import CellKernel, find_kernel
@@ -18,7 +19,6 @@ from ggml_engine.pool.cell_plan import CellPlan, plan_cells
 from ggml_engine.pool.cells import Placement
 from ggml_engine.pool.read_plan import Comb
 from ggml_engine.pool.registry import GgmlCache
-from ggml_engine.values import dataclass
 
 # Items of work for each thread: the more, the less one waits for the other; each costs its partial sums.
 _ITEMS_PER_THREAD = 4

@@ -6,13 +6,13 @@ The control plane only counts positions and cuts slices; what is inside is betwe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.errors import InputError
-from ggml_engine.values import dataclass
 
 OPAQUE = -1  # what stands in a history of tokens for a position that is not a token; equal to no token
 

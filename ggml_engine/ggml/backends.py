@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from ggml_engine.ggml.library import Libraries, ffi, running_graph
 from ggml_engine.ggml.ops import GraphBuilder, Tensor, TensorContext, wrap
 from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.ggml.threads import check_threads, default_threads
-from ggml_engine.values import dataclass
 
 _KINDS = {0: "cpu", 1: "gpu", 2: "igpu", 3: "accel", 4: "meta"}
 _MAX_BACKENDS = 16  # GGML_SCHED_MAX_BACKENDS

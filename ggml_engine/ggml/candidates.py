@@ -7,12 +7,11 @@ A sampler says what it needs (`RowNeed`), an executor gives that much of every r
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from ggml_engine.values import dataclass
 
 MAX_CANDIDATES = 1024
 

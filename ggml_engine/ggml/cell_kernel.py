@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from ggml_engine.ggml.library import Libraries, ffi
 from ggml_engine.ggml.tensor_types import TensorType
-from ggml_engine.values import dataclass
 
 _PARAMS = struct.Struct("@2f6i2P2i")  # struct cell_attention_params
 _STORED = {TensorType.F16: 1, TensorType.F32: 2}  # enum cell_rows; other types are converted

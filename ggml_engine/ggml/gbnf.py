@@ -9,14 +9,12 @@ Not bounded: grammars so ambiguous (`[a-z]* [a-z]* [a-z]*`...) that parse states
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Final
 
 from ggml_engine.errors import InputError
-from ggml_engine.values import dataclass
 
 MAX_TEXT_CHARS: Final = 262_144
 MAX_DEPTH: Final = 128
@@ -44,7 +42,7 @@ class Checked:
     token_texts: tuple[str, ...]
 
 
-@dataclasses.dataclass(slots=True)
+@dataclass(slots=True)
 class _Rule:
     # alternatives; an element is the name of a rule, or None for something that takes a character or a token
     alternatives: list[list[str | None]] = field(default_factory=list)

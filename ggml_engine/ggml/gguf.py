@@ -15,7 +15,7 @@ import logging
 import os
 import re
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
@@ -24,7 +24,6 @@ from ggml_engine.ggml.gguf_header import Header, TensorInfo, read_header
 from ggml_engine.ggml.gguf_metadata import GGUFArray, GGUFType, GGUFValue, Metadata
 from ggml_engine.ggml.gguf_source import FileBytes
 from ggml_engine.ggml.tensor_types import TensorType
-from ggml_engine.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

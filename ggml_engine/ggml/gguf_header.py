@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import struct
 from array import array
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ggml_engine.errors import GGUFError
 from ggml_engine.ggml.gguf_magic import describe_head
 from ggml_engine.ggml.gguf_metadata import NUMPY_TYPES, GGUFArray, GGUFType, Metadata, TextPlace
 from ggml_engine.ggml.tensor_types import TYPES_BY_NUMBER, TensorType, describe_refusal
-from ggml_engine.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

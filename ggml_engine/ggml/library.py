@@ -17,13 +17,13 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ggml_engine.errors import LibraryError
 from ggml_engine.ggml import amx
 from ggml_engine.ggml._bindings import ffi
-from ggml_engine.values import dataclass
 
 __all__ = ["CHECKED_VERSIONS", "Libraries", "captured_log", "ffi", "load", "restore_log", "running_graph"]
 

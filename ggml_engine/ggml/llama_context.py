@@ -6,6 +6,7 @@ Knows libllama's sequence ids ("slots") and positions; which sequence of ours a 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -24,7 +25,6 @@ from ggml_engine.ggml.library import captured_log, ffi, running_graph
 from ggml_engine.ggml.llama_model import LlamaModel
 from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.ggml.threads import ThreadCounts
-from ggml_engine.values import dataclass
 
 __all__ = ["MAX_SLOTS", "LlamaContext", "LlamaContextOptions"]
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
 from ggml_engine.errors import OptionError
-from ggml_engine.values import dataclass
 
 __all__ = ["SamplerConfig"]
 

@@ -5,11 +5,11 @@ Owns the defaults and the limits; how a backend is told is `ggml/backends.py`'s 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 from ggml_engine.errors import OptionError
 from ggml_engine.ggml.processors import count_cores
-from ggml_engine.values import dataclass
 
 __all__ = ["MAX_THREADS", "ThreadCounts", "check_threads", "default_threads"]
 

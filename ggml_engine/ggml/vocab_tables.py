@@ -12,6 +12,7 @@ import logging
 import re
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -19,7 +20,6 @@ from numpy.typing import NDArray
 
 from ggml_engine.errors import HyperparameterError, VocabularyError
 from ggml_engine.ggml.gguf import GGUFArray, GGUFFile, GGUFType
-from ggml_engine.values import dataclass
 
 log = logging.getLogger("ggml_engine.vocab")
 

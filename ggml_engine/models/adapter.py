@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -20,7 +21,6 @@ from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.ops import Tensor
 from ggml_engine.models.metadata import MetadataReader
 from ggml_engine.models.weights import Role, TensorSpec, Weights, load_weights
-from ggml_engine.values import dataclass
 
 if TYPE_CHECKING:
     from ggml_engine.models.model import Model

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
 
 from ggml_engine.errors import OptionError
-from ggml_engine.values import dataclass
 
 
 @runtime_checkable

@@ -6,14 +6,13 @@ And the weights that most of them ask for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ggml_engine.ggml.ops import Tensor
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.config import Hyperparameters
 from ggml_engine.models.metadata import MetadataReader
 from ggml_engine.models.weights import Role, TensorSpec
-from ggml_engine.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ of the heads apart under another shape, and the mask stays as it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final, Literal, Protocol, TypeAlias, get_args
 
@@ -19,7 +19,6 @@ from ggml_engine.errors import GraphError
 from ggml_engine.ggml.cell_kernel import CellKernel
 from ggml_engine.ggml.ops import GraphBuilder, Tensor
 from ggml_engine.ggml.tensor_types import TensorType
-from ggml_engine.values import dataclass
 
 AttentionOption: TypeAlias = Literal["auto", "cells", "flash", "flash_folded", "matmul", "matmul_folded"]
 ATTENTION_OPTIONS: Final[tuple[AttentionOption, ...]] = get_args(AttentionOption)

@@ -7,6 +7,7 @@ every tensor that it makes. It knows no architecture; what differs between them 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -16,7 +17,6 @@ from ggml_engine.ggml.ops import GraphBuilder, Rope, Tensor
 from ggml_engine.models.adapted import AdaptedProducts
 from ggml_engine.models.attention import AttentionForm, KvStore, attend
 from ggml_engine.models.config import Hyperparameters
-from ggml_engine.values import dataclass
 
 Activation: TypeAlias = Literal["swiglu", "geglu", "reglu", "gelu", "relu", "relu_squared", "silu"]
 OfPositions = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.float32]]

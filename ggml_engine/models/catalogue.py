@@ -6,11 +6,11 @@ Loads nothing native: what a native architecture is comes from the docstring of 
 from __future__ import annotations
 
 import ast
+from dataclasses import dataclass
 from importlib import resources
 
 from ggml_engine.ggml.llama_architectures import LLAMA_ARCHITECTURES, Kind
 from ggml_engine.models.registry import ARCHITECTURES, module_name
-from ggml_engine.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@ What every graph is built from; how an architecture reads them is said in its ow
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ggml_engine.ggml.ops import Rope
 from ggml_engine.models.experts import Experts
 from ggml_engine.models.sizes import Sizes
-from ggml_engine.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ The graph is in `expert_ffn.py`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 from ggml_engine.errors import HyperparameterError
 from ggml_engine.models.metadata import MetadataReader
 from ggml_engine.models.sizes import MAX_SIZE
-from ggml_engine.values import dataclass
 
 _MAX_EXPERTS = 1024
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -32,7 +32,6 @@ from ggml_engine.ggml.library import Libraries
 from ggml_engine.ggml.ops import FLOAT_TYPES, GraphBuilder, Tensor, TensorContext
 from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.weights import Cancel, Placer, Role, TensorSpec, Weights
-from ggml_engine.values import dataclass
 
 log = logging.getLogger("ggml_engine.weights")
 

@@ -6,13 +6,12 @@ Names of sizes are GGUF's (`n_embd`, `n_head_kv`, `n_rot`). Nothing here touches
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ggml_engine.errors import HyperparameterError
 from ggml_engine.ggml.gguf import GGUFArray
 from ggml_engine.models.metadata import MetadataReader
-from ggml_engine.values import dataclass
 
 MAX_LAYERS = 512
 MAX_CONTEXT = 1 << 28  # positions are i32, and a mask of this length could not be allocated anyway

@@ -5,13 +5,14 @@ So that scores of long contexts do not flatten out. llama.cpp's src/llama-graph.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.ggml.ops import Tensor
 from ggml_engine.models.blocks import ModelGraph
 from ggml_engine.models.metadata import MetadataReader
-from ggml_engine.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -28,7 +29,6 @@ from ggml_engine.ggml.library import Libraries, ffi
 from ggml_engine.ggml.ops import MATMUL_TYPES, GraphBuilder, Rope, Tensor, TensorContext
 from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.sizes import layer_of
-from ggml_engine.values import dataclass
 
 log = logging.getLogger("ggml_engine.weights")
 

@@ -9,13 +9,13 @@ on, as clones do; every row has a cell of its own, congruent to its position mod
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.errors import InputError, PoolFullError
 from ggml_engine.pool.cells import CellCache
-from ggml_engine.values import dataclass
 
 
 @dataclass(frozen=True, slots=True, eq=False)

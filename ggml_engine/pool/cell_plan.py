@@ -9,6 +9,7 @@ The layout is that of native/cell_attention.h. Does not know: layers, tensors, o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,6 @@ import numpy.typing as npt
 
 from ggml_engine.pool.read_plan import Stretch, VisibleCells, WindowRead, find_stretches
 from ggml_engine.pool.window import Window
-from ggml_engine.values import dataclass
 
 _HEAD = 3  # numbers before the tokens' positions
 _PER_TILE = 4

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -30,7 +31,6 @@ from ggml_engine.pool.cell_table import CellTable
 from ggml_engine.pool.compaction import Move, plan_move
 from ggml_engine.pool.read_plan import PLANNERS, ReadGeometry, ReadKind, Stretch, VisibleCells, WindowRead
 from ggml_engine.pool.window import Window
-from ggml_engine.values import dataclass
 
 # Cells are indices of rows, which ggml takes as i32.
 _MAX_CELLS = 2**31 - 1

@@ -9,12 +9,13 @@ alone is what comes last, and a move takes all of that from some position on.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.pool.cell_table import CellTable
 from ggml_engine.pool.read_plan import find_stretches
-from ggml_engine.values import dataclass
 
 Cells = npt.NDArray[np.int64]
 Piece = tuple[int, int, int]  # the first cell of a stretch before and after the move, and its number of cells

@@ -10,6 +10,7 @@ uses are zero, so that a masked row is finite.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,6 @@ from ggml_engine.models.config import KvLayer
 from ggml_engine.pool.compaction import Piece
 from ggml_engine.pool.kv_types import KvFormat, decode
 from ggml_engine.pool.read_plan import Comb, group_spans
-from ggml_engine.values import dataclass
 
 # Bounds the memory of a copy's graph; a move has few copies, since most have pieces at equal distances.
 _COPIES_PER_GRAPH = 64

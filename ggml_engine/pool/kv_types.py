@@ -6,6 +6,7 @@ quantised (as libllama does: K in the largest power of two that divides a head, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -14,7 +15,6 @@ import numpy.typing as npt
 
 from ggml_engine.errors import OptionError
 from ggml_engine.ggml.tensor_types import TensorType
-from ggml_engine.values import dataclass
 
 VLayout = Literal["rows", "columns"]
 

@@ -10,6 +10,7 @@ is masked everywhere is NaN in ggml's softmax).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -17,7 +18,6 @@ import numpy.typing as npt
 
 from ggml_engine.errors import CacheError
 from ggml_engine.pool.window import Window
-from ggml_engine.values import dataclass
 
 MaskArray: TypeAlias = npt.NDArray[np.float16] | npt.NDArray[np.float32]
 

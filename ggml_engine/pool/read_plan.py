@@ -12,6 +12,7 @@ on a multiple of min(run, B), so that a mask column is congruent to its cell.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +22,6 @@ import numpy.typing as npt
 
 from ggml_engine.pool.masks import MaskArray, QueryGroup, check_mask_array, fill_mask
 from ggml_engine.pool.window import Window
-from ggml_engine.values import dataclass
 
 Cells = npt.NDArray[np.int64]
 Span = tuple[int, int]

@@ -7,6 +7,7 @@ A kind is a name and a builder. `batched_cell` (also `batched`) is the cell cach
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy.typing as npt
@@ -21,7 +22,6 @@ from ggml_engine.pool.compaction import Move
 from ggml_engine.pool.kv_pool import GgmlKvPool
 from ggml_engine.pool.kv_types import KvFormat
 from ggml_engine.pool.read_plan import ReadKind
-from ggml_engine.values import dataclass
 
 
 class GgmlCache(BatchControl, Protocol):

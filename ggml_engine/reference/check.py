@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -25,7 +26,6 @@ from ggml_engine.pool.kv_types import kv_type as find_kv_type
 from ggml_engine.reference.libllama import Libllama
 from ggml_engine.reference.naive import NaiveModel
 from ggml_engine.reference.ways import WAYS, ChunkedWay, Run, SharedWay, Tokens, chunked_ways
-from ggml_engine.values import dataclass
 
 MIN_TOKENS = 16
 DETERMINISTIC = "deterministic"

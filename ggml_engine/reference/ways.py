@@ -7,6 +7,7 @@ sequence and step computed them; ways know nothing of what they are compared wit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,6 @@ from ggml_engine.errors import CacheError
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.executor import GgmlExecutor
 from ggml_engine.ggml.gguf import GGUFArray, GGUFFile
-from ggml_engine.values import dataclass
 
 Ids = npt.NDArray[np.int32]
 

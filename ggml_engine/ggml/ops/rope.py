@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from ggml_engine.ggml.library import ffi
 from ggml_engine.ggml.ops.graph_context import GraphContext
 from ggml_engine.ggml.ops.tensors import Tensor, require
 from ggml_engine.ggml.tensor_types import TensorType
-from ggml_engine.values import dataclass
 
 ROPE_NORMAL = 0
 ROPE_NEOX = 2

@@ -6,12 +6,12 @@ Shapes are in ggml's order, ne0 (the contiguous one) first; every Tensor has fou
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from ggml_engine.errors import AllocationError, GraphError
 from ggml_engine.ggml.library import Libraries, ffi
 from ggml_engine.ggml.tensor_types import TYPES_BY_NUMBER, TensorType, describe_refusal
-from ggml_engine.values import dataclass
 
 FLOAT_TYPES = frozenset({TensorType.F32, TensorType.F16, TensorType.BF16})
 MATMUL_TYPES = frozenset(kind for kind in TensorType if kind.can_multiply)

@@ -8,6 +8,7 @@ src/models/apertus.cpp.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ggml_engine.ggml.ops import ROPE_NEOX, Tensor
 from ggml_engine.models.architecture import (
@@ -26,7 +27,6 @@ from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32
 from ggml_engine.models.rope import read_long_context, read_rope
 from ggml_engine.models.sizes import check_whole_heads, read_rms_eps, read_sizes
 from ggml_engine.models.weights import TensorSpec
-from ggml_engine.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -36,7 +37,6 @@ from ggml_engine.models.rope import read_log_multiplier, read_rope
 from ggml_engine.models.sizes import MAX_SIZE, Sizes, read_rms_eps, read_sizes
 from ggml_engine.models.temperature import Temperature, read_temperature
 from ggml_engine.models.weights import Role, TensorSpec
-from ggml_engine.values import dataclass
 
 _MAX_HEAD = 1 << 16
 _LITE_LAYERS = (26, 27)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ggml_engine.errors import HyperparameterError
 from ggml_engine.ggml.ops import ROPE_NEOX, Rope, Tensor
@@ -30,7 +30,6 @@ from ggml_engine.models.metadata import MetadataReader, inverse_sqrt_f32, positi
 from ggml_engine.models.rope import alternating, check_rope, read_rope
 from ggml_engine.models.sizes import MAX_SIZE, Sizes, read_needed_window, read_rms_eps, read_sizes, read_softcap
 from ggml_engine.models.weights import Role, TensorSpec
-from ggml_engine.values import dataclass
 
 _LOGIT_CAP = 30.0
 

@@ -8,7 +8,7 @@ arXiv:2204.06745; llama.cpp's src/models/gptneox.cpp.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ggml_engine.errors import HyperparameterError
 from ggml_engine.ggml.ops import ROPE_NEOX, Tensor
@@ -26,7 +26,6 @@ from ggml_engine.models.decoder import parallel_layer, pre_norm_decoder, run_lay
 from ggml_engine.models.metadata import MetadataReader
 from ggml_engine.models.uniform import read_uniform
 from ggml_engine.models.weights import TensorSpec
-from ggml_engine.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

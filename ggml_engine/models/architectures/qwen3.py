@@ -7,7 +7,7 @@ loaded and not run. Yang et al. 2025, arXiv:2505.09388; llama.cpp's src/models/q
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 from ggml_engine.ggml.gguf import GGUFArray
@@ -26,7 +26,6 @@ from ggml_engine.models.decoder import pre_norm_decoder
 from ggml_engine.models.metadata import MetadataReader
 from ggml_engine.models.uniform import read_uniform
 from ggml_engine.models.weights import Role, TensorSpec
-from ggml_engine.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)
