@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ggml_engine.pool.cells import CellCache, Placement
+from ggml_engine.pool.cells import CellCache
+from ggml_engine.pool.step import Placement
 
 CAPACITY = 32_768
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ggml_engine.errors import (
     ClosedError,
@@ -312,9 +312,12 @@ class Engine:
 
         return Conversation(self.session(), self.encode_chat, system)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a rendered chat, ready for the assistant's turn."""
-        segments = self.template.render_segments(messages, self.vocabulary.special_tokens)
+    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """The tokens of a rendered chat, ready for the assistant's turn.
+
+        `variables` reach the template as they are named: `tools`, `enable_thinking`, ...
+        """
+        segments = self.template.render_segments(messages, self.vocabulary.special_tokens, **variables)
         return [int(token) for token in self.vocabulary.encode_segments(segments, add_special=True)]
 
     @property

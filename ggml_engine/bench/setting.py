@@ -23,6 +23,7 @@ from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.ggml.threads import default_threads
 from ggml_engine.models.kv_estimate import estimate_bytes_per_cell
 from ggml_engine.models.model import Model, load_model
+from ggml_engine.models.prefill_weights import PrefillLayout, check_layout
 
 if TYPE_CHECKING:
     from ggml_engine.bench.llama_cpp import LlamaCppModel, Mode
@@ -75,6 +76,7 @@ class Setting:
     attention: Literal["auto", "flash", "matmul"] = "auto"
     capacity: int = 0
     seed: int = 0
+    prefill_weights: PrefillLayout = "off"
     progress: Callable[[str], object] = lambda _text: None
     _file: GGUFFile | None = None
     _model: Model | None = None
@@ -84,6 +86,7 @@ class Setting:
         if self.repetitions < 1:
             raise OptionError(f"repetitions must be at least 1, asked for {self.repetitions}")
         self.options()  # refused before anything is loaded
+        check_layout(self.prefill_weights)
 
     # ---- what is loaded
 
@@ -108,7 +111,9 @@ class Setting:
         """Our weights. Raises as `load_model`."""
         if self._model is None:
             self.progress("loading the weights")
-            self._model = load_model(self.file, device=self.device, threads=self.n_threads)
+            self._model = load_model(
+                self.file, device=self.device, threads=self.n_threads, prefill_weights=self.prefill_weights
+            )
         return self._model
 
     @property
@@ -138,7 +143,7 @@ class Setting:
 
         return Engine.load(
             self.path, engine="native", ctx=max(ctx, self.capacity), threads=self.n_threads, device=self.device,
-            attention=self.attention,
+            attention=self.attention, prefill_weights=self.prefill_weights,
         )  # fmt: skip
 
     # ---- what the cases ask for
@@ -218,6 +223,7 @@ class Setting:
             "threads": self.n_threads,
             "device": self.device,
             "attention": self.attention,
+            "prefill_weights": self.prefill_weights,
             "capacity": self.capacity or None,
             "seed": self.seed,
             "sizes": asdict(self.sizes),

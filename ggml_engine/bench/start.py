@@ -26,7 +26,10 @@ _LAST_LINES: Final = 3  # of what a child that failed said
 OURS: Final = """
 began = time.perf_counter()
 from ggml_engine import Engine, GenConfig, SamplerConfig
-engine = Engine.load(path, ctx=cells, threads=threads, device=device, attention=attention, engine="native")
+engine = Engine.load(
+    path, ctx=cells, threads=threads, device=device, attention=attention, prefill_weights=prefill_weights,
+    engine="native",
+)
 loaded = time.perf_counter()
 config = GenConfig(max_tokens=1, sampler=SamplerConfig(temperature=0.0), ignore_eos=True)
 assert any(update.tokens for update in engine.generate(prompt, config).updates())
@@ -40,7 +43,7 @@ assert any(True for _ in model(prompt, max_tokens=1, temperature=0.0, stream=Tru
 """
 _BEFORE: Final = """
 import json, os, sys, time
-path, cells, threads, device, attention, prompt = json.loads(sys.argv[1])
+path, cells, threads, device, attention, prefill_weights, prompt = json.loads(sys.argv[1])
 """
 _AFTER: Final = """
 try:
@@ -104,7 +107,10 @@ def _note(series: Series, value: float | None) -> None:
 
 
 def _run(setting: Setting, program: str, environment: dict[str, str]) -> tuple[float, float, float | None]:
-    arguments = [str(setting.path.resolve()), N_CELLS, setting.n_threads, setting.device, setting.attention, PROMPT]
+    arguments = [
+        str(setting.path.resolve()), N_CELLS, setting.n_threads, setting.device, setting.attention,
+        setting.prefill_weights, PROMPT,
+    ]  # fmt: skip
     command = [sys.executable, "-c", _BEFORE + program + _AFTER, json.dumps(arguments)]
     began = time.perf_counter()
     done = subprocess.run(

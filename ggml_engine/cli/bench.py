@@ -15,7 +15,7 @@ import click
 from ggml_engine.cli import output
 from ggml_engine.cli.bench_table import HEADS, case_table, heading
 from ggml_engine.cli.boundary import ERROR, INTERRUPTED, debug_option
-from ggml_engine.cli.execution_options import ATTENTION_FORMS, EXECUTION, threads_option
+from ggml_engine.cli.execution_options import ATTENTION_FORMS, EXECUTION, PREFILL_LAYOUTS, threads_option
 from ggml_engine.cli.options import flag
 from ggml_engine.cli.sections import Decorated, SectionedCommand, option, together
 from ggml_engine.ggml.sampler_config import MAX_SEED
@@ -145,6 +145,14 @@ size_options = together(
     help="Form of attention of ours.",
 )
 @option(
+    "--prefill-weights",
+    section=EXECUTION,
+    type=click.Choice(PREFILL_LAYOUTS),
+    default="off",
+    show_default=True,
+    help="Quantised weights of ours a second time, as this type, for steps of 8 tokens and more.",
+)
+@option(
     "--device",
     section=EXECUTION,
     metavar="NAME",
@@ -209,6 +217,7 @@ def _prepared(models: Sequence[str], plot: Path | None, options: dict[str, Any])
         Setting(
             find_model(name), sizes, repetitions, options["against"] is not None, options["threads"],
             options["device"], options["attention"], options["capacity"] or 0, options["seed"],
+            options["prefill_weights"],
         )
         for name in models
     ]  # fmt: skip

@@ -142,7 +142,7 @@ execution_options = together(
         type=click.Choice(PREFILL_LAYOUTS),
         default="off",
         show_default=True,
-        help="Quantised weights a second time, as this type, for steps of 16 tokens and more: faster, in more memory.",
+        help="Quantised weights a second time, as this type, for steps of 8 tokens and more: faster, in more memory.",
     ),
     option(
         "--calibrate/--no-calibrate",

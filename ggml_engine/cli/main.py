@@ -20,6 +20,7 @@ from ggml_engine.cli.embed import embed
 from ggml_engine.cli.models import models
 from ggml_engine.cli.pull import pull
 from ggml_engine.cli.run import run
+from ggml_engine.cli.serve import serve
 
 PROGRAM = "ggml-engine"
 
@@ -45,7 +46,7 @@ def cli() -> None:
     """Run GGUF language models in a Python process."""
 
 
-for _command in (run, batch, embed, pull, devices, models, check, bench):
+for _command in (run, serve, batch, embed, pull, devices, models, check, bench):
     cli.add_command(_command)
 
 

@@ -61,7 +61,8 @@ class Update:
 class GenerationStats:
     """Counts and times of a generation, in seconds.
 
-    `queued_s` is the wait before its prompt was begun; all other times count from there.
+    `queued_s` is the wait before its prompt was begun; all other times count from there. `stopped_by` is the stop
+    string that ended it.
     """
 
     prompt_tokens: int = 0
@@ -73,6 +74,7 @@ class GenerationStats:
     first_token_s: float | None = None
     decode_s: float = 0.0
     reason: Reason | None = None
+    stopped_by: str | None = None
     token_times_s: list[float] = field(default_factory=list)
 
     @property
@@ -134,8 +136,9 @@ class GenerationState:
         self.is_engine_thread = is_engine_thread
         self._on_cancel = on_cancel
         # who waits for the end is not woken by every token: that costs the engine's thread a switch
-        lock = threading.RLock()
-        self._changed, self._ended = threading.Condition(lock), threading.Condition(lock)
+        self._lock = threading.RLock()
+        self._changed, self._ended = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._n_reading = 0  # threads that wait for the next update
         self._listeners: dict[int, Callable[[], None]] = {}
         self._listener_ids = itertools.count()
 
@@ -148,13 +151,14 @@ class GenerationState:
 
     def publish(self, update: Update) -> None:
         """Add what is new; nothing after the end."""
-        with self._changed:
+        with self._lock:
             if self.stats.reason is not None:
                 return
             self.updates.append(update)
             self.tokens.extend(update.tokens)
             self.text += update.text
-            self._changed.notify_all()
+            if self._n_reading:
+                self._changed.notify_all()
             listeners = list(self._listeners.values())
         for listener in listeners:
             listener()
@@ -200,7 +204,15 @@ class GenerationState:
         def is_there() -> bool:
             return self.stats.reason is not None or len(self.updates) > n_seen
 
-        return self._wait_for(self._changed, is_there, timeout)
+        if is_there():
+            return True
+        with self._lock:
+            self._n_reading += 1
+        try:
+            return self._wait_for(self._changed, is_there, timeout)
+        finally:
+            with self._lock:
+                self._n_reading -= 1
 
     def wait_end(self, timeout: float | None) -> bool:
         """Until it has ended; False at the timeout."""

@@ -322,10 +322,11 @@ class Scheduler(ImageTable):
 
     def _admit(self) -> None:
         """Let prefills begin whose prompts fit beside those that have begun, in the order in which they came."""
+        waiting = [running for running in self._running if not running.is_admitted]
+        if not waiting:
+            return
         room = self._room_beside_prefills()
-        for running in self._running:
-            if running.is_admitted:
-                continue
+        for running in waiting:
             needed = running.work.n_wanted
             while needed > room and self._evict_snapshot():
                 room = self._room_beside_prefills()
@@ -344,11 +345,24 @@ class Scheduler(ImageTable):
         admitted = [running for running in self._running if running.is_admitted]
         if not admitted:
             return []
+        if (parts := self._plan_decodes(admitted)) is not None:
+            return parts
         adapters = self._group_turns.next([running.session.adapters for running in admitted])
         ready = [running for running in admitted if running.session.adapters == adapters]
         others = any(running.work.is_decode for running in admitted if running.session.adapters != adapters)
         budget, most = self.cost.prefill_budget(), self.options.max_decode_sequences
         return plan_parts(ready, self.executor, budget, self._n_turns, most, others_stream=others)
+
+    def _plan_decodes(self, admitted: list[Running]) -> list[Part] | None:
+        """What `plan_parts` gives where all decode in one group and fit a step, or None: nearly every step is so."""
+        adapters, most = admitted[0].session.adapters, self.options.max_decode_sequences
+        for running in admitted:
+            if not running.work.is_decode or running.session.adapters is not adapters:
+                return None
+        if len(admitted) > self.executor.max_batch_tokens or (most is not None and len(admitted) > most):
+            return None
+        self._group_turns.clear()
+        return [Part(running, 1, running.work.tokens(1), 1, False) for running in admitted]
 
     def _forward(self, parts: list[Part]) -> None:
         """One forward of `parts`; none where a prompt is to end. Raises PoolFullError, with nothing changed."""
@@ -402,8 +416,10 @@ class Scheduler(ImageTable):
     ) -> dict[int, Drawn | BaseException]:
         """By part, the tokens of those that go over whole rows, where several threads are faster than one."""
         n_vocab = self.executor.n_vocab
+        if len(parts) < 2 or n_vocab < LEAST_WIDTH or self._draws.n_threads < 2:
+            return {}
         apart = [i for i, part in enumerate(parts) if part.running.work.draws_apart(n_vocab)]
-        if len(apart) < 2 or n_vocab < LEAST_WIDTH or self._draws.n_threads < 2:
+        if len(apart) < 2:
             return {}
         calls = [partial(parts[i].running.work.draw, outputs, rows[i][-1]) for i in apart]
         return dict(zip(apart, self._draws.run(calls), strict=True))
@@ -412,6 +428,8 @@ class Scheduler(ImageTable):
         """Fail those whose prepared input is not what it was; whether there was one."""
         found = False
         for part in parts:
+            if not part.is_prefill:
+                continue
             try:
                 part.prepared = part.running.work.prepared(part.n)
             except Exception as error:
@@ -434,8 +452,12 @@ class Scheduler(ImageTable):
                 self._end(running, reason)
 
     def _count(self, parts: list[Part], seconds: float) -> None:
-        n_prefill = sum(part.n for part in parts if part.is_prefill)
-        n_decode = sum(part.n for part in parts if not part.is_prefill)
+        n_prefill = n_decode = 0
+        for part in parts:
+            if part.is_prefill:
+                n_prefill += part.n
+            else:
+                n_decode += part.n
         self.counts["steps"] += 1
         self.counts["prefill_tokens"] += n_prefill
         self.counts["decode_tokens"] += n_decode

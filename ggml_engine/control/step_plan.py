@@ -83,6 +83,10 @@ class GroupTurns:
         self._since: dict[Hashable, int] = {}  # the step after which a group waits
         self._n_steps = 0
 
+    def clear(self) -> None:
+        """After a step of the only group: nobody waits."""
+        self._since.clear()
+
     def next(self, groups: Sequence[Group]) -> Group:
         """One of `groups`, which may name a group more than once, the first of equals; none of them is an error."""
         self._since = {group: self._since.get(group, self._n_steps) for group in groups}

@@ -16,6 +16,8 @@ class StopMatcher:
 
     def push(self, text: str) -> str:
         """What can be shown after `text` arrived. After a match (`matched`) nothing more comes."""
+        if not self._stops:
+            return text
         if self.matched is not None:
             return ""
         self._held += text

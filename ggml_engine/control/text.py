@@ -67,8 +67,8 @@ class TextModel(Protocol):
     def sampler(self, config: SamplerConfig) -> TokenSampler:
         """A sampler for one generation. Raises InputError and OptionError for what it cannot be."""
 
-    def decoder(self) -> TokenDecoder:
-        """A decoder for one generation."""
+    def decoder(self, shown: frozenset[int] = frozenset()) -> TokenDecoder:
+        """A decoder for one generation, which shows the text of these control tokens."""
 
 
 class VocabularyText:
@@ -89,6 +89,6 @@ class VocabularyText:
         """A sampler for one generation."""
         return Sampler(self.vocabulary, config)
 
-    def decoder(self) -> StreamDecoder:
+    def decoder(self, shown: frozenset[int] = frozenset()) -> StreamDecoder:
         """A decoder for one generation; it goes on after a prompt, so a leading space is part of the text."""
-        return StreamDecoder(self.vocabulary, continues=True)
+        return StreamDecoder(self.vocabulary, continues=True, shown=shown)

@@ -45,7 +45,7 @@ class Work:
         self._from_candidates = sampler.sample_from if isinstance(sampler, CandidateSampler) else None
         self._need = sampler.need if isinstance(sampler, CandidateSampler) else WHOLE_ROW
         self._text = text
-        self._decoder = text.decoder()
+        self._decoder = text.decoder(self.request.config.shown_tokens)
         self._matcher = StopMatcher(self.request.config.stop)
         self._max_tokens = (
             self.request.max_tokens if self.request.max_tokens is not None else (self.request.config.max_tokens)
@@ -54,6 +54,8 @@ class Work:
         self._delta: npt.NDArray[np.int32] | PreparedInput = np.empty(0, np.int32)
         self._n_delta = 0
         self._done = 0
+        self.n_prompt = 0  # positions to be evaluated before the first token
+        self.is_decode = True  # whether the prompt is done
         self._begun_at = 0.0
         self._row_before: npt.NDArray[np.float32] | None = None  # logits at the last prompt token that was forwarded
         self.first_position = 0
@@ -73,6 +75,8 @@ class Work:
         self._lead = np.asarray(lead, np.int32)
         self._delta = delta
         self._n_delta = n_delta
+        self.n_prompt = int(self._lead.size) + n_delta
+        self.is_decode = not self.n_prompt
         self.first_position = len(history)
         self.admit(now)
         stats = self.state.stats
@@ -98,16 +102,6 @@ class Work:
         """Its prompt may be read from now on: what it waited for room is time in the queue."""
         self._begun_at = now
         self.state.stats.queued_s = now - self.state.asked_at
-
-    @property
-    def n_prompt(self) -> int:
-        """Positions to be evaluated before the first token."""
-        return int(self._lead.size) + self._n_delta
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether the prompt is done."""
-        return self._done == self.n_prompt
 
     @property
     def n_wanted(self) -> int:
@@ -197,6 +191,7 @@ class Work:
             return self._take(drawn or self.draw(outputs, rows[-1]), now)
         self._note_prompt(tokens, outputs, rows)
         self._done += n
+        self.is_decode = self._done == self.n_prompt
         stats = self.state.stats
         stats.evaluated_tokens = self._done
         stats.prefill_s = now - self._begun_at
@@ -279,6 +274,7 @@ class Work:
 
     def _bounded(self) -> Reason | None:
         if self._matcher.matched is not None:
+            self.state.stats.stopped_by = self._matcher.matched
             return Reason.STOP
         if self._max_tokens is not None and self.state.stats.generated_tokens >= self._max_tokens:
             return Reason.LENGTH

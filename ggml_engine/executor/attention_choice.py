@@ -26,7 +26,8 @@ FORMS: Final[Mapping[VLayout, tuple[AttentionForm, ...]]] = {  # CELLS only wher
 # How often a step has so many tokens, roughly: most of them decode. Their times decide how V is laid out.
 _WEIGHTS: Final = {1: 6, 4: 2, 8: 1, 16: 1, 32: 1, 128: 1, 512: 2}
 
-# What another form, or layout, must gain before it is taken in place of the usual one: measurements are noisy.
+# What another form must gain before it takes the place of the usual one: measurements are noisy. Another layout, and
+# other forms beside the compiled kernel (all steps plan their reads in blocks then), must gain more over all steps.
 _FORM_GAIN: Final = 1.05
 _LAYOUT_GAIN: Final = 1.15
 
@@ -95,6 +96,10 @@ def table_of(times: Times, usual: AttentionTable) -> AttentionTable:
         )
         for layout in FORMS
     }
+    for layout, chosen in forms.items():
+        is_exact = usual.all_forms(layout) == {AttentionForm.CELLS}
+        if is_exact and _score(times, chosen) * _LAYOUT_GAIN >= _score(times, usual.forms[layout]):
+            forms[layout] = usual.forms[layout]
     score = {layout: _score(times, forms[layout]) for layout in FORMS}
     layout = usual.v_layout
     for other, seconds in score.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,9 @@ import numpy.typing as npt
 
 from ggml_engine.errors import InputError
 from ggml_engine.executor.prepared import PreparedSlice
+
+# Of so few numbers Python finds the sum sooner than numpy does.
+_FEW = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +29,8 @@ class Batch:
     wants_logits: npt.NDArray[np.bool_]  # [n_tokens]
     positions: npt.NDArray[np.int32] | None = None  # [n_tokens]
     prepared: tuple[PreparedSlice, ...] = ()
+    n_tokens: int = field(init=False)
+    n_outputs: int = field(init=False)  # tokens whose logits are wanted
 
     def __post_init__(self) -> None:
         """Take any integers that fit; raises InputError for other arrays, and for arrays that do not go together."""
@@ -55,6 +60,13 @@ class Batch:
         batch._set(_token_ids(ids), np.full(ids.size, _sequence_id(sequence), np.int64), wanted, None, ())
         return batch
 
+    @classmethod
+    def of_next_token(cls, sequence: int, token: npt.NDArray[np.int32]) -> Batch:
+        """One more token i32 [1] of a sequence, whose logits are wanted."""
+        batch = object.__new__(cls)
+        batch._set(token, np.array([sequence], np.int64), _WANTED, None, ())
+        return batch
+
     def _set(
         self,
         tokens: npt.NDArray[np.int32],
@@ -68,21 +80,18 @@ class Batch:
         object.__setattr__(self, "wants_logits", wants_logits)
         object.__setattr__(self, "positions", positions)
         object.__setattr__(self, "prepared", prepared)
-
-    @property
-    def n_tokens(self) -> int:
-        """Number of tokens."""
-        return int(self.tokens.size)
-
-    @property
-    def n_outputs(self) -> int:
-        """Number of tokens whose logits are wanted."""
-        return int(np.count_nonzero(self.wants_logits))
+        object.__setattr__(self, "n_tokens", tokens.size)
+        n_outputs = sum(wants_logits.tolist()) if tokens.size <= _FEW else int(np.count_nonzero(wants_logits))
+        object.__setattr__(self, "n_outputs", n_outputs)
 
     @property
     def n_prepared(self) -> int:
         """Number of rows that are positions of prepared inputs."""
         return sum(piece.stop - piece.start for piece in self.prepared)
+
+
+_WANTED = np.ones(1, np.bool_)
+_WANTED.setflags(write=False)
 
 
 def _prepared_rows(prepared: tuple[PreparedSlice, ...], n_tokens: int) -> npt.NDArray[np.bool_]:

@@ -6,8 +6,7 @@ Does not know: tensors, which are behind `RowStorage`, and files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,10 +14,9 @@ import numpy.typing as npt
 
 from ggml_engine.errors import CacheError, InputError, PositionError, UnknownSequenceError
 from ggml_engine.executor.image import ImageReader, ImageWriter, KvImage, Rows
+from ggml_engine.executor.turn import Turn
 from ggml_engine.pool.adoption import Adoption, adopt
 from ggml_engine.pool.cells import CellCache
-
-Turn = Callable[[], AbstractContextManager[None]]  # held while the cache and its storage are used
 
 
 class RowStorage(Protocol):
@@ -70,7 +68,7 @@ class CellImageReader(ImageReader):
 
     def read(self, start: int, n: int) -> Rows:
         """See ImageReader."""
-        with self._turn():
+        with self._turn:
             if any(not np.array_equal(self._cache.cells_of(s)[: cells.size], cells) for s, cells in self._owned):
                 raise CacheError("the cells of a sequence are others than when its image was begun")
             return self._storage.read(self._rows[start : start + n])
@@ -101,7 +99,7 @@ class CellImageWriter(ImageWriter):
 
     def write(self, rows: Rows) -> None:
         """See ImageWriter."""
-        with self._turn():
+        with self._turn:
             cells = self._adopted().cells[self._n_written : self._n_written + len(rows)]
             if rows.shape != (cells.size, self._storage.row_bytes):
                 raise InputError(f"{rows.shape[0]} rows are given, {cells.size} are missing")
@@ -110,7 +108,7 @@ class CellImageWriter(ImageWriter):
 
     def commit(self) -> tuple[int, ...]:
         """See ImageWriter."""
-        with self._turn():
+        with self._turn:
             adoption = self._adopted()
             if self._n_written < adoption.cells.size:
                 raise InputError(f"an image has {adoption.cells.size} rows, {self._n_written} were given")
@@ -126,7 +124,7 @@ class CellImageWriter(ImageWriter):
     def close(self) -> None:
         """See ImageWriter."""
         if self._adoption is not None:
-            with self._turn():
+            with self._turn:
                 self._drop()
 
     def _drop(self) -> None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from ggml_engine.errors import NativeError
 from ggml_engine.ggml.backends import Backend
-from ggml_engine.pool.cells import Placement, Step
 from ggml_engine.pool.compaction import Move
 from ggml_engine.pool.registry import GgmlCache, MovesCells
+from ggml_engine.pool.step import Placement, Step
 
 # Measured on two x86-64 cores, with models of 18 and 30 layers: a further span is 4 nodes in a layer's graph, 9 to 25
 # us; a copy of 12 MB takes 4 ms, so that is some 64 KiB. Copying a piece takes as many nodes.

@@ -6,20 +6,16 @@ that touches ggml runs on the caller's thread; callers on several threads take t
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.errors import (
     CacheError,
-    ClosedError,
     ExecutorError,
     InputError,
     OptionError,
@@ -37,10 +33,12 @@ from ggml_engine.executor.image import KvImage
 from ggml_engine.executor.inputs import GraphKey
 from ggml_engine.executor.options import DETERMINISTIC_ROW_TILE, ExecutorOptions
 from ggml_engine.executor.outputs import Outputs, check_needs
+from ggml_engine.executor.placed_step import Asked, PlacedStep
 from ggml_engine.executor.prepared import PreparedInput
 from ggml_engine.executor.protocol import Executor
 from ggml_engine.executor.result_rows import ResultRows
 from ggml_engine.executor.step_graphs import StepGraphs
+from ggml_engine.executor.turn import Turn
 from ggml_engine.ggml.abort import AbortFlag
 from ggml_engine.ggml.candidates import RowNeed
 from ggml_engine.models.adapter import Adapter
@@ -48,10 +46,12 @@ from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
 from ggml_engine.models.attention import AttentionForm
 from ggml_engine.models.model import Model
 from ggml_engine.pool.cells import CellCache
+from ggml_engine.pool.next_token import NextToken
 from ggml_engine.pool.pool_rows import PoolRows
 from ggml_engine.pool.registry import CacheConfig, ClonesAnywhere, build_cache
+from ggml_engine.pool.step import Placement
 
-T = TypeVar("T")
+_LOGITS = Asked()
 
 
 class GgmlExecutor(Executor):
@@ -108,24 +108,24 @@ class GgmlExecutor(Executor):
         on_device = model.n_offloaded > 0  # the output goes there first
         self._finds_in_graph = self.options.candidates == "graph" or (self.options.candidates == "auto" and on_device)
         self._current: ReadyGraph | None = None  # whose result is that of the newest step
+        self._last: PlacedStep | None = None  # to be moved on by the next token
+        self._moves_on = not self.attention.has_masks  # where all that changes is told by plans
         self._n_steps = 0
         self._result_rows = ResultRows(model.libraries, model.hp.n_vocab)
         self._rows = PoolRows(self.cache.pool, self._make_room)
         self.n_forwarded = 0
         self.n_rows_read = 0
         self.n_cells_peak = 0
-        self._turn = threading.Lock()
-        self._to_close: deque[int] = deque()
-        self._closed = False
+        self._turn = Turn(self._close)
 
     # ---- limits
 
-    @property
+    @cached_property
     def capacity(self) -> int:
         """How many cells there are."""
         return self.cache.capacity
 
-    @property
+    @cached_property
     def max_positions(self) -> int:
         """The most positions of one sequence: all cells, or what the model has positions for."""
         return min(self.capacity, self.model.hp.max_positions or self.capacity)
@@ -140,12 +140,12 @@ class GgmlExecutor(Executor):
         """How many cells a run has."""
         return self.cache.run
 
-    @property
+    @cached_property
     def max_batch_tokens(self) -> int:
         """The most tokens of one forward."""
         return self.options.max_batch_tokens
 
-    @property
+    @cached_property
     def n_vocab(self) -> int:
         """The width of a row of logits."""
         return self.model.hp.n_vocab
@@ -201,20 +201,10 @@ class GgmlExecutor(Executor):
 
     def count_cells(self, sequences: Iterable[int]) -> int:
         """How many distinct cells these sequences own. Raises UnknownSequenceError."""
-        with self._turn_of_caller():
+        with self._turn:
             return self.cache.count_cells(sequences)
 
     # ---- sequences
-
-    @contextmanager
-    def _turn_of_caller(self) -> Iterator[None]:
-        with self._turn:
-            if self._closed:
-                raise ClosedError("the executor was closed")
-            while self._to_close:
-                with suppress(UnknownSequenceError):  # closed by hand, then by its finalizer
-                    self._close(self._to_close.popleft())
-            yield
 
     @property
     def adapters(self) -> AdapterSet:
@@ -226,7 +216,7 @@ class GgmlExecutor(Executor):
 
         Raises OptionError for adapters of another model, or that were freed.
         """
-        with self._turn_of_caller():
+        with self._turn:
             wanted = self._checked(self._adapters if adapters is None else adapters)
             sequence = self.cache.open()
             self._adapt(sequence, wanted)
@@ -250,18 +240,18 @@ class GgmlExecutor(Executor):
 
         Raises OptionError, with nothing freed, while sequences are open that use it, or new ones would.
         """
-        with self._turn_of_caller():
+        with self._turn:
             n_users = sum(adapter in adapters.adapters for adapters in self._adapters_of.values())
             if n_users or adapter in self._adapters.adapters:
                 what = f"{n_users} open sequences use" if n_users else "new sequences are opened with"
                 raise OptionError(f"{what} {adapter!r}")
-            self._current = None
+            self._current = self._last = None
             self.graphs.drop(lambda key: adapter in key.adapters)
             adapter.free()
 
     def close(self, sequence: int) -> None:
         """Drop a sequence; cells that nobody else owns are free again."""
-        with self._turn_of_caller():
+        with self._turn:
             self._close(sequence)
 
     def _close(self, sequence: int) -> None:
@@ -271,7 +261,7 @@ class GgmlExecutor(Executor):
 
     def close_later(self, sequence: int) -> None:
         """Drop a sequence before the next call; takes no turn, so that a finalizer may call it."""
-        self._to_close.append(sequence)
+        self._turn.to_close.append(sequence)
 
     @property
     def clones_anywhere(self) -> bool:
@@ -283,7 +273,7 @@ class GgmlExecutor(Executor):
 
         None where the cache has no room for it, or no clones. Raises UnknownSequenceError and PositionError.
         """
-        with self._turn_of_caller():
+        with self._turn:
             try:
                 sequence = self.cache.clone(source, upto)
             except (UnknownSequenceError, PositionError):
@@ -295,13 +285,13 @@ class GgmlExecutor(Executor):
 
     def rewind(self, sequence: int, to: int) -> None:
         """Drop what a sequence holds from position `to` on."""
-        with self._turn_of_caller():
+        with self._turn:
             self.cache.rewind(sequence, to)
             self._compaction.forget(sequence)
 
     def length(self, sequence: int) -> int:
         """Committed positions of a sequence."""
-        with self._turn_of_caller():
+        with self._turn:
             return self.cache.length(sequence)
 
     # ---- K/V outside of the executor
@@ -311,10 +301,10 @@ class GgmlExecutor(Executor):
 
         Raises UnknownSequenceError and PositionError.
         """
-        with self._turn_of_caller():
+        with self._turn:
             if not isinstance(self.cache, CellCache):
                 return None
-            return CellImageReader(self.cache, self._rows, self._turn_of_caller, parts)
+            return CellImageReader(self.cache, self._rows, self._turn, parts)
 
     def write_image(self, image: KvImage) -> CellImageWriter | None:
         """What opens sequences and brings their K/V in; None where the kind of cache is not made of cells.
@@ -322,10 +312,10 @@ class GgmlExecutor(Executor):
         Raises InputError for an image of others, PoolFullError, other kinds of CacheError for sequences that cannot be
         opened, and AllocationError; then nothing has changed.
         """
-        with self._turn_of_caller():
+        with self._turn:
             if not isinstance(self.cache, CellCache):
                 return None
-            return CellImageWriter(self.cache, self._rows, self._turn_of_caller, image)
+            return CellImageWriter(self.cache, self._rows, self._turn, image)
 
     # ---- steps
 
@@ -352,8 +342,8 @@ class GgmlExecutor(Executor):
         cannot be, with nothing changed; ComputeError, and AbortedError after `abort`, leave the step's cells claimed
         until its sequences are rewound or closed. ClosedError after `close_all`.
         """
-        with self._turn_of_caller():
-            return self._forward(batch, partial(self._result_rows.read, shape=(batch.n_outputs, self.n_vocab)))
+        with self._turn:
+            return self._forward(batch, _LOGITS, self.n_vocab)
 
     def forward_outputs(self, batch: Batch, needs: Sequence[RowNeed]) -> Outputs:
         """As `forward`, with no more of each output than is needed: `needs` has one for each, in batch order.
@@ -362,30 +352,61 @@ class GgmlExecutor(Executor):
         be asked for later, until the next forward (ExecutorError), and until graphs are dropped.
         """
         check_needs(needs, batch.n_outputs, self.n_vocab)
-        with self._turn_of_caller():
-            best = BestKey.of(needs) if self._finds_in_graph else None
-            later = partial(self._row_of_step, self._n_steps + 1)
-            return self._forward(batch, partial(self._result_rows.needed, needs=needs, row_later=later), best=best)
+        with self._turn:
+            asked = Asked(best=BestKey.of(needs)) if self._finds_in_graph else _LOGITS
+            step = self._compute(batch, asked)
+            found = self._result_rows.needed(step.ready, needs, partial(self._row_of_step, self._n_steps))
+            self._commit(step, batch)
+            return found
 
     def forward_hidden(self, batch: Batch) -> npt.NDArray[np.float32]:
         """As `forward`, with what the output weight would be multiplied with in place of logits: f32 [outputs, n_embd].
 
         The last layer's result after the final norm.
         """
-        with self._turn_of_caller():
-            shape = (batch.n_outputs, self.model.hp.n_embd)
-            return self._forward(batch, partial(self._result_rows.read, shape=shape), gives_hidden=True)
+        with self._turn:
+            return self._forward(batch, Asked(gives_hidden=True), self.model.hp.n_embd)
 
-    def _forward(
-        self,
-        batch: Batch,
-        read: Callable[[ReadyGraph], T],
-        *,
-        gives_hidden: bool = False,
-        best: BestKey | None = None,
-    ) -> T:
-        self._current = None
+    def _forward(self, batch: Batch, asked: Asked, width: int) -> npt.NDArray[np.float32]:
+        step = self._compute(batch, asked)
+        rows = self._result_rows.read(step.ready, (batch.n_outputs, width))
+        self._commit(step, batch)
+        return rows
+
+    def _compute(self, batch: Batch, asked: Asked) -> PlacedStep:
+        """A step whose graph has its results, to be committed when they were read."""
+        last, self._last, self._current = self._last, None, None
         check_batch(self, batch, self.model.hp.n_embd)
+        moves_on = last is not None and last.moves_on(batch, asked, self.cache.pool.rows, self.model.hp.max_positions)
+        step = last if last is not None and moves_on else self._place(batch, asked)
+        step.ready.inputs.fill(batch, step.place, step.adapters, step.plans)
+        step.ready.graph.compute()
+        self._n_steps += 1
+        self._current = step.ready
+        return step
+
+    def _commit(self, step: PlacedStep, batch: Batch) -> None:
+        place = step.place
+        place.commit()
+        self.n_forwarded += batch.n_tokens
+        self.n_rows_read += place.n_rows
+        self.n_cells_peak = max(self.n_cells_peak, self.cache.used_cells)
+        if isinstance(place, NextToken):
+            self.graphs.n_reused += 1
+            self._last = step
+        else:
+            self._last = self._kept(step, place, batch)
+            if self._compacts and not step.plans:
+                self._compaction.note(place)
+
+    def _kept(self, step: PlacedStep, place: Placement, batch: Batch) -> PlacedStep | None:
+        """A committed step as it is kept for the next one, where it may be moved on to that."""
+        if not self._moves_on or not isinstance(self.cache, CellCache) or not batch.n_tokens == batch.n_outputs == 1:
+            return None
+        return replace(step, place=self.cache.next_token(place, step.plans))
+
+    def _place(self, batch: Batch, asked: Asked) -> PlacedStep:
+        """Admit a step, give it its cells, and find or build its graph."""
         step = self.cache.declare(batch.sequences)
         check_positions(step.positions, self.model.hp.max_positions, self.model.hp.architecture)
         adapters = self._adapters_in(batch)
@@ -395,24 +416,16 @@ class GgmlExecutor(Executor):
             self._compaction.before(step)
         placement = step.place(positions)
         self._make_room(placement.extent)
-        active = cast("tuple[Adapter, ...]", adapters.adapters)  # checked where the sequences were opened
+        # checked where the sequences were opened
+        active = () if adapters is NO_ADAPTERS else cast("tuple[Adapter, ...]", adapters.adapters)
         form = self.attention.form_of(batch.n_tokens, placement.rows_read)
         reading = self._reading if form is AttentionForm.CELLS else None
         plans = () if reading is None else reading.plans(placement)
-        key = GraphKey.of(batch, placement, self._row_tile, active, gives_hidden=gives_hidden, plans=plans, form=form)
-        ready = self.graphs.get(key if best is None else replace(key, best=best))
-        ready.inputs.fill(batch, placement, adapters, plans)
-        ready.graph.compute()
-        self._n_steps += 1
-        self._current = ready
-        result = read(ready)
-        placement.commit()
-        self.n_forwarded += batch.n_tokens
-        self.n_rows_read += sum(placement.rows_read)
-        self.n_cells_peak = max(self.n_cells_peak, self.cache.used_cells)
-        if self._compacts and not plans:
-            self._compaction.note(placement)
-        return result
+        key = GraphKey.of(
+            batch, placement, self._row_tile, active, gives_hidden=asked.gives_hidden, plans=plans, form=form
+        )
+        ready = self.graphs.get(key if asked.best is None else key._replace(best=asked.best))
+        return PlacedStep(placement, plans, ready, adapters, asked)
 
     def _adapters_in(self, batch: Batch) -> AdapterSet:
         """The adapters of all its sequences. Raises InputError where they are not the same."""
@@ -430,12 +443,12 @@ class GgmlExecutor(Executor):
             block = self.options.read_block
             extent = min(-(-extent // block) * block, self.cache.capacity)
         if self.cache.pool.must_grow(extent):
-            self._current = None
+            self._current = self._last = None
             self.graphs.clear()
             self.cache.pool.grow(extent)
 
     def _row_of_step(self, n_steps: int, row: int) -> npt.NDArray[np.float32]:
-        with self._turn_of_caller():
+        with self._turn:
             if self._current is None or self._n_steps != n_steps:
                 raise ExecutorError("a row of logits is asked for after what came next has taken its place")
             return self._result_rows.row(self._current, row)
@@ -444,12 +457,12 @@ class GgmlExecutor(Executor):
 
     def want_idle_work(self) -> None:
         """Let `do_idle_work` measure attention where that was never done here, also without `calibrate`."""
-        with self._turn_of_caller():
+        with self._turn:
             self.attention.want_times()
 
     def do_idle_work(self) -> bool:
         """A slice of measuring attention, where that was asked for and never done here; whether there is more."""
-        with self._turn_of_caller():
+        with self._turn:
             return self.attention.measure_some()
 
     def stats(self) -> dict[str, Any]:
@@ -483,7 +496,7 @@ class GgmlExecutor(Executor):
         "free" those that are stored and held by nobody; "storage" is what the pool takes now, the sum of the three
         unless a step's storage could not be had. Raises UnknownSequenceError.
         """
-        with self._turn_of_caller():
+        with self._turn:
             parked = list(snapshots)
             self.cache.count_cells(parked)  # refuses ids that are not open
             n_live = self.cache.count_cells(set(self.cache.open_sequences) - set(parked))
@@ -498,9 +511,9 @@ class GgmlExecutor(Executor):
 
     def close_all(self) -> None:
         """Free graphs and pool; idempotent. Waits for a running step. The model stays."""
-        with self._turn:
-            self._closed = True
-            self._current = None
+        with self._turn.lock:
+            self._turn.is_closed = True
+            self._current = self._last = None
             self.attention.free()
             self.graphs.clear()
             self.cache.free()

@@ -10,6 +10,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from ggml_engine.executor.best_rows import BestRows
 from ggml_engine.executor.inputs import GraphInputs, GraphKey
 from ggml_engine.ggml.backends import Graph
@@ -20,14 +23,14 @@ from ggml_engine.ggml.ops import Tensor
 class ReadyGraph:
     """A graph with its inputs and its result: logits or hidden states, None where no token wants any.
 
-    `result_view` are the result's bytes, as long as the graph is there; None where they lie on a device. `best` is what
-    finds the candidates of its rows, where the key asks for any.
+    `rows` are the result's, as long as the graph is there; None where they lie on a device. `best` is what finds the
+    candidates of its rows, where the key asks for any.
     """
 
     graph: Graph
     inputs: GraphInputs
     result: Tensor | None
-    result_view: memoryview | None
+    rows: npt.NDArray[np.float32] | None  # [outputs, width]
     best: BestRows | None = None
 
 
@@ -39,6 +42,7 @@ class GraphCache:
         self._max_graphs = max_graphs
         self._max_bytes = max_bytes
         self._ready: OrderedDict[GraphKey, ReadyGraph] = OrderedDict()
+        self._newest: tuple[GraphKey, ReadyGraph] | None = None  # the last one of these
         self.n_built = 0
         self.n_reused = 0
 
@@ -52,6 +56,15 @@ class GraphCache:
 
     def get(self, key: GraphKey) -> ReadyGraph:
         """The graph of this shape, built if there is none."""
+        if self._newest is not None and self._newest[0] == key:
+            self.n_reused += 1
+            return self._newest[1]
+        self._newest = None
+        ready = self._find_or_build(key)
+        self._newest = key, ready
+        return ready
+
+    def _find_or_build(self, key: GraphKey) -> ReadyGraph:
         ready = self._ready.get(key)
         if ready is not None:
             self._ready.move_to_end(key)
@@ -70,11 +83,13 @@ class GraphCache:
 
     def drop(self, is_stale: Callable[[GraphKey], bool]) -> None:
         """Drop the graphs of some keys."""
+        self._newest = None
         for key in [key for key in self._ready if is_stale(key)]:
             self._ready.pop(key).graph.free()
 
     def clear(self) -> None:
         """Drop all graphs."""
+        self._newest = None
         for ready in self._ready.values():
             ready.graph.free()
         self._ready.clear()

@@ -12,8 +12,7 @@ last row that is a prepared one is repeated as such.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +31,11 @@ from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
 from ggml_engine.models.attention import AttentionForm, KvCells, KvRows
 from ggml_engine.models.blocks import OfPositions, PreparedRows
 from ggml_engine.pool.cell_plan import CellPlan
-from ggml_engine.pool.cells import Placement
 from ggml_engine.pool.kv_types import hadamard
+from ggml_engine.pool.next_token import NextToken
 from ggml_engine.pool.read_plan import Comb, group_spans
 from ggml_engine.pool.registry import GgmlCache
+from ggml_engine.pool.step import Placement
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -46,8 +46,7 @@ _MAX_COMB_TOKENS = 16
 _FEW = 64
 
 
-@dataclass(frozen=True, slots=True)
-class GraphKey:
+class GraphKey(NamedTuple):
     """All that a graph's shape depends on. Rows and outputs are padded ones."""
 
     n_tokens: int
@@ -75,7 +74,7 @@ class GraphKey:
     ) -> GraphKey:
         """The key of a step; one without outputs has the same, whatever it would give."""
         reads = () if plans else tuple(tuple(read.spans) for read in placement.reads)
-        capacities = tuple(plan.capacity for plan in plans)
+        capacities = tuple([plan.capacity for plan in plans])
         n_outputs = batch.n_outputs
         n_tokens = _padded(batch.n_tokens, row_tile)
         n_prepared = 0
@@ -193,7 +192,7 @@ class GraphInputs:
     def fill(
         self,
         batch: Batch,
-        placement: Placement,
+        placement: Placement | NextToken,
         adapters: AdapterSet = NO_ADAPTERS,
         plans: Sequence[CellPlan] = (),
     ) -> None:

@@ -45,8 +45,9 @@ from ggml_engine.models.adapter_set import AdapterSet
 from ggml_engine.models.fingerprint import metadata_fingerprint
 from ggml_engine.models.kv_estimate import estimate_bytes_per_cell
 from ggml_engine.pool.arguments import checked_int
-from ggml_engine.pool.cells import CellCache, Placement
+from ggml_engine.pool.cells import CellCache
 from ggml_engine.pool.kv_types import KvFormat, kv_type
+from ggml_engine.pool.step import Placement
 
 
 class LlamaExecutor(Executor):

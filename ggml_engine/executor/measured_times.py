@@ -22,7 +22,7 @@ from ggml_engine.models.attention import AttentionForm
 
 log = logging.getLogger("ggml_engine.executor")
 
-FORMAT: Final = 1  # of the file and of what is measured: another number, another file
+FORMAT: Final = 2  # of the file and of what is measured: another number, another file
 SWITCH: Final = "GGML_ENGINE_CALIBRATION"  # the environment variable that turns measuring and its files off
 _MAX_BYTES: Final = 16 << 10
 _MAX_S: Final = 1e4

@@ -16,9 +16,9 @@ from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.attention import KvCells
 from ggml_engine.models.config import Hyperparameters, KvLayer
 from ggml_engine.pool.cell_plan import CellPlan, plan_cells
-from ggml_engine.pool.cells import Placement
 from ggml_engine.pool.read_plan import Comb
 from ggml_engine.pool.registry import GgmlCache
+from ggml_engine.pool.step import Placement
 
 # Items of work for each thread: the more, the less one waits for the other; each costs its partial sums.
 _ITEMS_PER_THREAD = 4
@@ -44,7 +44,7 @@ class PlannedReading:
 
     def plans(self, placement: Placement) -> tuple[CellPlan, ...]:
         """The plan of every window."""
-        return tuple(plan_cells(read, self.tokens_per_tile) for read in placement.reads)
+        return tuple([plan_cells(read, self.tokens_per_tile) for read in placement.reads])
 
     def n_splits(self, n_tokens: int, n_head_kv: int) -> int:
         """Into how many parts the rows of a tile are cut, so that all threads have work."""

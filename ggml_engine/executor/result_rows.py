@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ggml_engine.executor.graph_cache import ReadyGraph
-from ggml_engine.executor.outputs import NeededRows, Outputs, WholeRows
+from ggml_engine.executor.outputs import NeededRows, Outputs, Rows, WholeRows
 from ggml_engine.ggml.backends import get_data
 from ggml_engine.ggml.candidates import Candidates, RowNeed, best_of
 from ggml_engine.ggml.library import Libraries
@@ -45,33 +45,35 @@ class ResultRows:
         self, ready: ReadyGraph, needs: Sequence[RowNeed], row_later: Callable[[int], npt.NDArray[np.float32]]
     ) -> Outputs:
         """What is needed of the first rows; `row_later` gives one of which only candidates were read."""
-        if not any(need.n_best for need in needs):
+        for need in needs:
+            if need.n_best:
+                break
+        else:
             return WholeRows(self.read(ready, (len(needs), self._n_vocab)), needs)
-        found: list[Candidates | None] = []
-        if ready.best is not None:
-            found, n_bytes = ready.best.read(needs, partial(self.row, ready))
-            self.n_bytes += n_bytes
-        elif needs:
-            found = self._find(ready, needs)
-        rows = [self.row(ready, i) if each is None else each for i, each in enumerate(found)]
-        return NeededRows(rows, row_later)
+        if ready.best is None:
+            return NeededRows(self._find(ready, needs), row_later)
+        found, n_bytes = ready.best.read(needs, partial(self.row, ready))
+        self.n_bytes += n_bytes
+        return NeededRows([self.row(ready, i) if each is None else each for i, each in enumerate(found)], row_later)
 
-    def _find(self, ready: ReadyGraph, needs: Sequence[RowNeed]) -> list[Candidates | None]:
-        """Candidates by the rows where they lie."""
-        view = ready.result_view
-        if view is None:
-            return [best_of(self.row(ready, i), need) if need.n_best else None for i, need in enumerate(needs)]
-        rows = np.frombuffer(view, np.float32).reshape(-1, self._n_vocab)
-        found = [best_of(rows[i], need) if need.n_best else None for i, need in enumerate(needs)]
-        self.n_bytes += sum(each.n_bytes for each in found if each is not None)
+    def _find(self, ready: ReadyGraph, needs: Sequence[RowNeed]) -> list[Candidates | Rows]:
+        """Candidates by the rows where they lie, and copies of whole rows."""
+        found: list[Candidates | Rows] = []
+        for i, need in enumerate(needs):
+            if need.n_best and ready.rows is not None:
+                best = best_of(ready.rows[i], need)
+                self.n_bytes += best.n_bytes
+                found.append(best)
+            else:
+                row = self.row(ready, i)
+                found.append(best_of(row, need) if need.n_best else row)
         return found
 
     def _copy(self, ready: ReadyGraph, rows: npt.NDArray[np.float32], first: int) -> None:
         """Fill `rows` [n, width] with those of the result from `first` on."""
         assert ready.result is not None
-        view, at = ready.result_view, first * rows.shape[1] * rows.itemsize
-        if view is None or rows.nbytes > _MAX_LOCKED_BYTES:
-            get_data(self._libraries, ready.result, rows, at)
+        if ready.rows is None or rows.nbytes > _MAX_LOCKED_BYTES:
+            get_data(self._libraries, ready.result, rows, first * rows.shape[1] * rows.itemsize)
         else:
-            rows.data.cast("B")[:] = view[at : at + rows.nbytes]
+            rows[...] = ready.rows[first : first + rows.shape[0]]
         self.n_bytes += rows.nbytes

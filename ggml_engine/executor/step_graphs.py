@@ -6,6 +6,8 @@ is read of it.
 
 from __future__ import annotations
 
+import numpy as np
+
 from ggml_engine.executor.best_rows import MAX_NODES, BestRows
 from ggml_engine.executor.graph_cache import ReadyGraph
 from ggml_engine.executor.inputs import GraphInputs, GraphKey
@@ -17,6 +19,7 @@ from ggml_engine.ggml.ops.experts import n_tensors_apart
 from ggml_engine.models.adapted import max_nodes
 from ggml_engine.models.attention import AttentionForm
 from ggml_engine.models.blocks import ModelGraph
+from ggml_engine.models.joint import JointProducts
 from ggml_engine.models.model import Model
 from ggml_engine.pool.registry import GgmlCache
 
@@ -84,6 +87,7 @@ class StepGraphs:
                 rows_apart=self._is_deterministic,
                 ends_at_norm=key.gives_hidden,
                 adapted=inputs.adapted,
+                joint=self._joint_products(b, key.n_tokens),
             )
             result = model.architecture.graph(g)
             if result is not None:
@@ -92,8 +96,15 @@ class StepGraphs:
             name = f"{hp.architecture} graph of {key.n_tokens} tokens over rows {key.reads}"
             graph = Graph(b, model.backends, name, self._abort, model.threads.of_step(key.n_tokens))
             # asked once for a graph: each native call gives Python's lock away
-            view = None if result is None else host_view(model.libraries, result)
-            return ReadyGraph(graph, inputs, result, view, best)
+            rows = None
+            if result is not None and (view := host_view(model.libraries, result)) is not None:
+                rows = np.frombuffer(view, np.float32).reshape(-1, result.ne[0])
+            return ReadyGraph(graph, inputs, result, rows, best)
         except BaseException:
             b.free()
             raise
+
+    def _joint_products(self, b: GraphBuilder, n_tokens: int) -> JointProducts | None:
+        if any(backend.device.kind != "cpu" for backend in self._model.backends):
+            return None
+        return JointProducts.find(b, n_tokens, self._model.threads.of_step(n_tokens))

@@ -109,9 +109,9 @@ class Backend:
 
     def set_threads(self, n_threads: int) -> None:
         """Threads of the next graphs, 1 to 512. Does nothing where the device has no threads."""
-        check_threads("threads", n_threads)
         if n_threads == self._n_threads:
             return
+        check_threads("threads", n_threads)
         self._n_threads = n_threads
         address = _proc_address(self.libraries, self.device, b"ggml_backend_set_n_threads")
         if address is not None:
@@ -414,9 +414,11 @@ class Graph:
         """Run it. The GIL is free meanwhile. Raises AbortedError where its flag is up, else ComputeError."""
         if self._sched is None:
             raise GraphError(f"{self.name} was freed before")
-        if not (self._builder.ctx and all(backend.ptr for backend in self._backends)):
-            raise GraphError(f"{self.name}: its nodes or backends were freed before")
+        if not self._builder.ctx:
+            raise GraphError(f"{self.name}: its nodes were freed before")
         for backend in self._backends:
+            if not backend.ptr:
+                raise GraphError(f"{self.name}: its backends were freed before")
             backend.set_abort_flag(self._abort)
         if self._n_threads is not None:
             self._backends[-1].set_threads(self._n_threads)

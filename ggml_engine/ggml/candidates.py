@@ -1,19 +1,29 @@
 """What of a row of logits is needed, all of it or its best candidates, and how these are found.
 
 A sampler says what it needs (`RowNeed`), an executor gives that much of every row (`Candidates`), so that rows of
-262,144 logits stay where they were computed. Knows no native code.
+262,144 logits stay where they were computed. Knows nothing of ggml; the search is compiled where the package was built
+with it (`native/best_logits.c`): a decode step has numpy's code to load anew, once weights have passed the caches.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+try:
+    from ggml_engine.native import _best_logits as _native
+except ImportError:  # nothing was built
+    _native = None  # type: ignore[assignment]
+
 MAX_CANDIDATES = 1024
+
+# The compiled search cuts a row in blocks of 128, and needs some more of these than it looks for.
+_LEAST_PER_CANDIDATE = 512
 
 # Groups that a row is cut into for each candidate: few logits besides the best reach the bound that they give.
 _GROUPS_PER_CANDIDATE = 4
@@ -35,45 +45,85 @@ class RowNeed:
 WHOLE_ROW = RowNeed()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
     """The best of a row, the largest logit first, equal ones in the order of their ids.
 
     Where `is_finite` is false, some logit may be infinite or not a number: nothing else holds then, and the row has to
-    be looked at. `log_sum` is of all logits of the row; None where it was not asked for.
+    be looked at. `log_sum` is of all logits of the row; None where it was not asked for. `ids` i32 [n_best] and
+    `logits` f32 [n_best] may be given as bytes.
     """
 
-    ids: NDArray[np.int32]  # [n_best]
-    logits: NDArray[np.float32]  # [n_best]
-    is_finite: bool = True
-    log_sum: float | None = None
+    __slots__ = ("_ids", "_logits", "is_finite", "log_sum")
+
+    def __init__(
+        self,
+        ids: NDArray[np.int32] | bytes,
+        logits: NDArray[np.float32] | bytes,
+        is_finite: bool = True,
+        log_sum: float | None = None,
+    ) -> None:
+        self._ids, self._logits = ids, logits
+        self.is_finite = is_finite
+        self.log_sum = log_sum
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """The tokens, i32 [n_best]."""
+        if isinstance(self._ids, bytes):
+            self._ids = np.frombuffer(self._ids, np.int32)
+        return self._ids
+
+    @property
+    def logits(self) -> NDArray[np.float32]:
+        """Their logits, f32 [n_best]."""
+        if isinstance(self._logits, bytes):
+            self._logits = np.frombuffer(self._logits, np.float32)
+        return self._logits
+
+    @property
+    def best_id(self) -> int:
+        """The token of the largest logit."""
+        found: int = _ID.unpack_from(self._ids)[0]  # type: ignore[arg-type]  # an array is a buffer, too
+        return found
 
     @property
     def n_bytes(self) -> int:
         """Bytes of ids and logits."""
-        return self.ids.nbytes + self.logits.nbytes
+        return 2 * (len(self._ids) if isinstance(self._ids, bytes) else self._ids.nbytes)
 
     def first(self, n: int) -> Candidates:
         """The best `n` of them."""
         return Candidates(self.ids[:n], self.logits[:n], self.is_finite, self.log_sum)
 
 
+_ID = struct.Struct("=i")
 NOT_FINITE = Candidates(np.empty(0, np.int32), np.empty(0, np.float32), is_finite=False)
 
 
 def best_of(row: NDArray[np.float32], need: RowNeed) -> Candidates:
     """The candidates of a row f32 [n_tokens or more] that `need` asks for, which is not the whole row."""
+    if _native is None or need.n_best * _LEAST_PER_CANDIDATE > need.n_tokens or not row.flags.c_contiguous:
+        return best_of_by_numpy(row, need)
+    found = _native.best(row, need.n_tokens, need.n_best)
+    if found is None:
+        return NOT_FINITE
+    return Candidates(*found, True, log_sum_exp(row) if need.log_sum else None)
+
+
+def best_of_by_numpy(row: NDArray[np.float32], need: RowNeed) -> Candidates:
+    """As `best_of`, where the compiled one is not there or looks at too much."""
     logits = row[: need.n_tokens]
     if need.n_best == 1:
-        ids = np.array([logits.argmax()], np.int32)
-        largest = float(logits[ids[0]])
+        best = int(logits.argmax())
+        ids, values = np.array([best], np.int32), logits[best : best + 1].copy()
     else:
         ids = best_ids(logits, need.n_best)
-        largest = float(logits[ids[0]]) if ids.size else math.nan
+        values = logits[ids]
+    largest = values.item(0) if ids.size else math.nan
     # NaN is the largest for argmax, and leaves no ids else; an infinity is at one end
-    if not math.isfinite(largest - float(logits.min())):
+    if not math.isfinite(largest - logits.item(logits.argmin())):
         return NOT_FINITE
-    return Candidates(ids, logits[ids], log_sum=log_sum_exp(row) if need.log_sum else None)
+    return Candidates(ids, values, log_sum=log_sum_exp(row) if need.log_sum else None)
 
 
 def best_ids(logits: NDArray[np.float32], k: int) -> NDArray[np.int32]:

@@ -15,7 +15,7 @@ from typing import Any
 from ggml_engine.ggml.library import Libraries, ffi
 from ggml_engine.ggml.tensor_types import TensorType
 
-_PARAMS = struct.Struct("@2f6i2P2i")  # struct cell_attention_params
+_PARAMS = struct.Struct("@2f7i2P2i")  # struct cell_attention_params
 _STORED = {TensorType.F16: 1, TensorType.F32: 2}  # enum cell_rows; other types are converted
 
 # Query heads of all tokens of a tile, at which converting a block of K costs little beside its products, and what
@@ -69,15 +69,18 @@ def kernel_params(
     n_splits: int,
     n_threads: int,
     n_queries: int,
+    *,
+    merges: bool = False,
 ) -> Any:
     """The constants of an operation, as memory that must live as long as its graph.
 
-    At most `n_threads` work at once, each on at most `n_queries`: tokens times the heads that share a K/V head.
+    `merges`: the parts are added up in the same operation. At most `n_threads` work at once, each on at most
+    `n_queries`: tokens times the heads that share a K/V head.
     """
     to_float = [_converter(libraries, each) for each in (k_type, v_type)]
     packed = _PARAMS.pack(
         scale, softcap, n_head_kv, n_splits, _STORED.get(k_type, 0), _STORED.get(v_type, 0), n_threads, n_queries,
-        *to_float, 0, 0,
+        merges, *to_float, 0, 0,
     )  # fmt: skip
     memory = ffi.new("char[]", _PARAMS.size)
     ffi.memmove(memory, packed, _PARAMS.size)

@@ -102,6 +102,14 @@ struct ggml_type_traits {
     ggml_to_float_t to_float;
     ggml_from_float_t from_float_ref;
 };
+typedef void (*ggml_vec_dot_t)(int n, float * restrict s, size_t bs, const void * restrict x, size_t bx, const void * restrict y,
+                               size_t by, int nrc);
+struct ggml_type_traits_cpu {
+    ggml_from_float_t from_float;
+    ggml_vec_dot_t vec_dot;
+    enum ggml_type vec_dot_type;
+    int64_t nrows;
+};
 
 /* ---- function types behind ggml_backend_reg_get_proc_address ---- */
 typedef void (*ggml_backend_set_n_threads_t)(ggml_backend_t backend, int n_threads);
@@ -263,6 +271,9 @@ size_t ggml_backend_sched_get_buffer_size(ggml_backend_sched_t sched, ggml_backe
 bool ggml_backend_sched_alloc_graph(ggml_backend_sched_t sched, struct ggml_cgraph * graph);
 enum ggml_status ggml_backend_sched_graph_compute(ggml_backend_sched_t sched, struct ggml_cgraph * graph);
 void ggml_backend_sched_reset(ggml_backend_sched_t sched);
+
+/* ==== libggml-cpu: ggml-cpu.h ==== */
+const struct ggml_type_traits_cpu * ggml_get_type_traits_cpu(enum ggml_type type);
 
 /* ==== libggml: the registry of ggml-backend.h ==== */
 size_t ggml_backend_dev_count(void);

@@ -205,15 +205,21 @@ def _on_abort(message: Any) -> None:
     sys.stderr.flush()
 
 
-@contextlib.contextmanager
-def running_graph(name: str) -> Iterator[None]:
+class running_graph:  # noqa: N801  # used as `contextlib.suppress` is
     """Says which graph runs, for the message of an abort inside it."""
-    global _running  # noqa: PLW0603  # read by a callback that the library calls without arguments of ours
-    before, _running = _running, name
-    try:
-        yield
-    finally:
-        _running = before
+
+    __slots__ = ("_before", "_name")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        global _running  # read by a callback that the library calls without arguments of ours
+        self._before, _running = _running, self._name
+
+    def __exit__(self, *_error: object) -> None:
+        global _running  # noqa: PLW0603
+        _running = self._before
 
 
 def _silence_at_exit(libraries: Libraries) -> None:

@@ -129,7 +129,7 @@ class Sampler:
     def accept(self, token: int) -> None:
         """Take a chosen token into the history. InputError for one that is none, or that the grammar forbids here."""
         self._check_open()
-        token = int(self.vocabulary.check_tokens([token])[0])
+        token = self.vocabulary.check_token(token)
         if self._grammar is not None:
             # libllama would end the process
             if not self._allows(token):
@@ -200,7 +200,7 @@ class Sampler:
     def _choose(self, best: Candidates) -> int | None:
         """The token that the whole row comes to, by its best logits; None where equal ones leave the order open."""
         if self._is_argmax:
-            return int(best.ids[0])
+            return best.best_id
         candidates, array = _scratch.fill(best.ids, best.logits)
         if self._shaping is not None:
             self._llama.llama_sampler_apply(self._shaping, array)
@@ -209,8 +209,8 @@ class Sampler:
         if self._shaping is not None:
             candidates[:] = candidates[np.argsort(-candidates["logit"], kind="stable")]
         k = self.config.top_k
-        values = candidates["logit"][: k + 1]
-        if not bool((values[:-1] > values[1:]).all()):
+        values = candidates["logit"][: k + 1].tolist()
+        if len(set(values)) < len(values):
             return None
         # in this order, `sorted` only spares the work that leads to the same order again
         array.size, array.sorted = k, True

@@ -69,6 +69,7 @@ class Vocabulary:
         self.warnings: Final = tables.warnings
         self._types = np.frombuffer(tables.types, np.uint8)
         self._pieces = tables.pieces
+        self._met = dict(tables.pieces)  # pieces of tokens that were asked for, too
         self._texts = {token: tables.texts[token] for token in tables.pieces}
         if b"\0" in b"".join(tables.texts):  # C strings would end there
             self._texts.update((i, text) for i, text in enumerate(tables.texts) if b"\0" in text)
@@ -108,7 +109,7 @@ class Vocabulary:
 
     def text(self, token: int) -> str:
         """The token's entry in the file, with U+FFFD for what is not UTF-8; `piece` is what it decodes to."""
-        token = self._check_token(token)
+        token = self.check_token(token)
         raw = self._texts.get(token)
         if raw is None:
             raw = ffi.string(self._llama.llama_vocab_get_text(self.native, token))
@@ -142,6 +143,12 @@ class Vocabulary:
             wrong = next(value for value in values.tolist() if not 0 <= value < self.n_tokens)
             raise InputError(f"token id {wrong} is out of range: the vocabulary has 0 to {self.n_tokens - 1}")
         return values.astype(np.int32)
+
+    def check_token(self, token: int) -> int:
+        """`check_tokens` of one."""
+        if type(token) is int and 0 <= token < self.n_tokens:
+            return token
+        return int(self.check_tokens([token])[0])
 
     # ---- text to tokens ----
 
@@ -261,11 +268,15 @@ class Vocabulary:
 
     def piece(self, token: int) -> bytes:
         """The bytes that a token adds to a text: perhaps half a character; none for control tokens."""
-        return self._piece(self._check_token(token))
+        return self._piece(self.check_token(token))
 
     def _piece(self, token: int) -> bytes:
-        if token in self._pieces:
-            return self._pieces[token]
+        piece = self._met.get(token)
+        if piece is None:
+            piece = self._met[token] = self._asked_piece(token)
+        return piece
+
+    def _asked_piece(self, token: int) -> bytes:
         room = 32
         while True:
             buffer = ffi.new("char[]", room)
@@ -285,11 +296,6 @@ class Vocabulary:
         return data.decode("utf-8", "replace")
 
     # ---- parts of loading ----
-
-    def _check_token(self, token: int) -> int:
-        if type(token) is int and 0 <= token < self.n_tokens:
-            return token
-        return int(self.check_tokens([token])[0])
 
     def _is_hidden(self, token: int) -> bool:
         return bool(self._llama.llama_vocab_is_control(self.native, token))
@@ -314,18 +320,22 @@ class StreamDecoder:
     """Text from tokens as they come: `push` gives what is certain, `finish` the rest.
 
     A character is never split: its bytes wait for the token that completes it. All pieces joined are what
-    `Vocabulary.decode` gives for all tokens. Not for use by two threads at once.
+    `Vocabulary.decode` gives for all tokens, and the text of the control tokens that are `shown`. Not for use by two
+    threads at once.
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, continues: bool = False) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, continues: bool = False, shown: frozenset[int] = frozenset()) -> None:
         self._vocabulary = vocabulary
+        self._shown = shown
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strips_space = vocabulary.adds_space and not continues
 
     def push(self, token: int) -> str:
         """The text that the token completes, perhaps empty. InputError for an id that is none."""
         data = self._vocabulary.piece(token)
-        if self._strips_space and data:
+        if not data and token in self._shown:
+            data = self._vocabulary.text(token).encode()
+        elif self._strips_space and data:
             data = data.removeprefix(b" ")
             self._strips_space = False
         return self._decoder.decode(data)

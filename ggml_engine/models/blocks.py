@@ -6,17 +6,18 @@ every tensor that it makes. It knows no architecture; what differs between them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from ggml_engine.ggml.ops import GraphBuilder, Rope, Tensor
+from ggml_engine.ggml.ops import GraphBuilder, Rope, Tensor, wrap
 from ggml_engine.models.adapted import AdaptedProducts
 from ggml_engine.models.attention import AttentionForm, KvStore, attend
 from ggml_engine.models.config import Hyperparameters
+from ggml_engine.models.joint import JointProducts
 
 Activation: TypeAlias = Literal["swiglu", "geglu", "reglu", "gelu", "relu", "relu_squared", "silu"]
 OfPositions = Callable[[npt.NDArray[np.int32]], npt.NDArray[np.float32]]
@@ -49,6 +50,7 @@ class ModelGraph:
     rows_apart: bool = False  # a token's bits must not depend on what the others are
     ends_at_norm: bool = False  # the result is what the output weight would be multiplied with
     adapted: AdaptedProducts | None = None
+    joint: JointProducts | None = None  # in steps of few tokens
 
     def weight(self, name: str) -> Tensor:
         """A required tensor; `name` without ".weight"."""
@@ -77,6 +79,8 @@ class ModelGraph:
         eps = self.hp.norm_eps if eps is None else eps
         scaled = self.b.layer_norm(x, eps) if self.hp.has_layer_norm else self.rms_norm(x, eps)
         y = self.b.mul(scaled, self.weight(weight), name or f"{weight}.out")
+        if self.joint is not None and not self.hp.has_layer_norm:
+            self.joint.note_norm(y, x, self.weight(weight), eps)
         bias = self.weights.get(f"{weight}.bias")
         return y if bias is None else self.b.add(y, bias, f"{weight}.biased")
 
@@ -100,13 +104,35 @@ class ModelGraph:
 
     def linear(self, x: Tensor, weight: str, *, f32_accumulation: bool = False) -> Tensor:
         """weight x, times the scale, plus what adapters change, plus the bias, where there are any."""
-        y = self.b.mul_mat(self.weight(weight), x, f"{weight}.out", f32_accumulation=f32_accumulation)
+        if not f32_accumulation:
+            return self.linears(x, [weight])[0]
+        y = self.b.mul_mat(self.weight(weight), x, f"{weight}.out", f32_accumulation=True)
+        return self._completed(y, weight, x)
+
+    def linears(self, x: Tensor, weights: Sequence[str]) -> list[Tensor]:
+        """As `linear`, of several weights: those that can be are one operation."""
+        found: dict[str, Tensor] = {}
+        if self.joint is not None:
+            taken = {name: self.weight(name) for name in weights if self.joint.takes(x, self.weight(name))}
+            found = self.joint.multiply(x, taken) if taken else {}
+        for name in weights:
+            if name not in found:
+                found[name] = self.b.mul_mat(self.weight(name), x, f"{name}.out")
+        return [self._completed(found[name], name, x) for name in weights]
+
+    def _completed(self, y: Tensor, weight: str, x: Tensor) -> Tensor:
+        """A product with the scale, what adapters change, and the bias, where there are any."""
         if (scale := self.weights.get(f"{weight}.scale")) is not None:
             y = self.b.mul(y, scale, f"{weight}.scaled")
         y = self._with_changes(y, weight, x)
         if (bias := self.weights.get(f"{weight}.bias")) is not None:
             y = self.b.add(y, bias, f"{weight}.biased")
         return y
+
+    def add(self, a: Tensor, b: Tensor, name: str = "") -> Tensor:
+        """a + b, in the operation of the product that one of them is, where it is one."""
+        summed = None if self.joint is None else self.joint.add(a, b, name)
+        return self.b.add(a, b, name) if summed is None else summed
 
     def product(self, x: Tensor, weight: str, name: str = "") -> Tensor:
         """weight x and what adapters change of it, without scale and bias."""
@@ -119,6 +145,9 @@ class ModelGraph:
 
     def heads(self, x: Tensor, n_head: int) -> Tensor:
         """[head * n_head, tokens] as [head, n_head, tokens]."""
+        if not x.is_contiguous:
+            size = x.ne[0] // n_head
+            return self.b.view(x, (size, n_head, x.ne[1]), (x.type.row_bytes(size), x.nb[1]), 0)
         return self.b.reshape(x, x.ne[0] // n_head, n_head, x.ne[1])
 
     def all_heads(self, x: Tensor) -> Tensor:
@@ -134,9 +163,10 @@ class ModelGraph:
         """
         if self.hp.has_fused_qkv:
             return self.split_qkv(self._clamped(self._fused_qkv(x, il), clamp), il)
+        parts = self._qkv_parts(il)
+        products = self.linears(x, [f"blk.{il}.attn_{part}" for part, _, _ in parts])
         q, k, v = (
-            self.heads(self._clamped(self.linear(x, f"blk.{il}.attn_{part}"), clamp), n_head)
-            for part, n_head, _ in self._qkv_parts(il)
+            self.heads(self._clamped(y, clamp), n_head) for y, (_, n_head, _) in zip(products, parts, strict=True)
         )
         return q, k, v
 
@@ -189,9 +219,33 @@ class ModelGraph:
         """As `qkv`, with the heads of q and k normed where the file has norms, and rotated."""
         prefix = f"blk.{il}"
         q, k, v = self.qkv(x, il)
+        has_norms = any(f"{prefix}.attn_{part}_norm.weight" in self.weights for part in "qk")
+        both = None if has_norms or self.hp.rope[il] is None else self._together(q, k)
+        if both is not None:
+            rotated = self.rope(both, self.hp.rope[il], f"{prefix}.qk_rope", factors)
+            return self._heads_of(rotated, 0, q.ne[1]), self._heads_of(rotated, q.ne[1], k.ne[1]), v
         q = self.rope(self.head_norm(q, f"{prefix}.attn_q_norm"), self.hp.rope[il], f"{prefix}.q_rope", factors)
         k = self.rope(self.head_norm(k, f"{prefix}.attn_k_norm"), self.hp.rope[il], f"{prefix}.k_rope", factors)
         return q, k, v
+
+    def _together(self, q: Tensor, k: Tensor) -> Tensor | None:
+        """Heads of q, then of k, as one tensor [head, heads, tokens], where they lie so; else None."""
+        n_tokens, source = q.ne[2], q.ptr.view_src
+        if n_tokens > 1 and self.form is not AttentionForm.CELLS:
+            return None  # ggml's forms take other paths for queries whose tokens lie apart
+        follows = bool(source) and source == k.ptr.view_src and q.ne[0] == k.ne[0] and q.nb[1] == k.nb[1]
+        if not follows or k.ptr.view_offs != q.ptr.view_offs + q.ne[1] * q.nb[1]:
+            return None
+        if n_tokens > 1 and q.nb[2] != k.nb[2]:
+            return None
+        n_head = q.ne[1] + k.ne[1]
+        stride = q.nb[2] if n_tokens > 1 else n_head * q.nb[1]
+        return self.b.view(wrap(source), (q.ne[0], n_head, n_tokens), (q.nb[1], stride), int(q.ptr.view_offs))
+
+    def _heads_of(self, x: Tensor, first: int, n: int) -> Tensor:
+        """Heads `first` to `first + n` of x [head, heads, tokens], packed where there is one token."""
+        strides = (x.nb[1], x.nb[2] if x.ne[2] > 1 else n * x.nb[1])
+        return self.b.view(x, (x.ne[0], n, x.ne[2]), strides, first * x.nb[1])
 
     def self_attention(
         self,
@@ -208,7 +262,7 @@ class ModelGraph:
         """
         q, k, v = self.rotated_qkv(x, il, factors)
         scale = self.hp.attention_scale
-        if scaled_queries:
+        if scaled_queries and self.form is not AttentionForm.CELLS:  # the kernel scales queries anyway
             q, scale = self.b.scale(q, scale, f"blk.{il}.q_scaled"), 1.0
         return self.attention(il, q, k, v, scale, f32_accumulation=f32_accumulation)
 
@@ -279,12 +333,12 @@ class ModelGraph:
 
         Without a gate weight the gated ones take gate and up as the halves of what the up weight gives.
         """
-        up = self.linear(x, f"{prefix}_up{suffix}")
-        gate = f"{prefix}_gate{suffix}"
+        up, gate = f"{prefix}_up{suffix}", f"{prefix}_gate{suffix}"
         if f"{gate}.weight" in self.weights:
-            y = self.gated(activation, self.linear(x, gate), up, f"{prefix}_act{suffix}")
+            gated, y = self.linears(x, [gate, up])
+            y = self.gated(activation, gated, y, f"{prefix}_act{suffix}")
         else:
-            y = self.activated(activation, up, f"{prefix}_act{suffix}")
+            y = self.activated(activation, self.linear(x, up), f"{prefix}_act{suffix}")
         return self.linear(y, f"{prefix}_down{suffix}", f32_accumulation=f32_accumulation)
 
     def gated(self, activation: Activation, gate: Tensor, up: Tensor, name: str) -> Tensor:

@@ -66,9 +66,9 @@ def pre_norm_layer(
     if attended is None:
         return None
     attended, x = g.at_last_layer(il, attended, x)
-    x = g.b.add(scaled(g, attended), x, f"{prefix}.attn_residual")
+    x = g.add(scaled(g, attended), x, f"{prefix}.attn_residual")
     fed = feed_forward(g, g.norm(x, f"{prefix}.{ffn_norm}"), il)
-    return g.b.add(scaled(g, fed), x, f"{prefix}.ffn_residual")
+    return g.add(scaled(g, fed), x, f"{prefix}.ffn_residual")
 
 
 def parallel_decoder(
@@ -110,7 +110,7 @@ def parallel_layer(
     terms = {"residual": x, "attention": attended, "feed_forward": feed_forward(g, normed, il)}
     last = terms.pop(added_last)
     first, second = terms.values()
-    return g.b.add(g.b.add(first, second, f"{prefix}.partial_sum"), last, f"{prefix}.sum")
+    return g.add(g.add(first, second, f"{prefix}.partial_sum"), last, f"{prefix}.sum")
 
 
 def sandwich_norm_decoder(
@@ -138,9 +138,9 @@ def sandwich_norm_decoder(
             return None
         attended, x = g.at_last_layer(il, attended, x)
         attended = g.norm(attended, f"{prefix}.post_attention_norm", eps=eps_after)
-        x = g.b.add(attended, x, f"{prefix}.attn_residual")
+        x = g.add(attended, x, f"{prefix}.attn_residual")
         fed = feed_forward(g, before(g, x, f"{prefix}.ffn_norm"), il)
-        return g.b.add(g.norm(fed, f"{prefix}.post_ffw_norm", eps=eps_after), x, f"{prefix}.ffn_residual")
+        return g.add(g.norm(fed, f"{prefix}.post_ffw_norm", eps=eps_after), x, f"{prefix}.ffn_residual")
 
     scale = g.hp.embedding_scale
     x = run_layers(g, g.embed(None if scale == 1.0 else scale) if x is None else x, layer)

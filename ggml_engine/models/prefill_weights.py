@@ -39,7 +39,7 @@ PrefillLayout = Literal["off", "f16", "bf16", "f32", "q8_0"]
 
 # From so many tokens on a step uses the second layout: below, reading more bytes costs what faster products gain
 # (docs/performance.md).
-MIN_TOKENS = 16
+MIN_TOKENS = 8
 
 _PIECE_ELEMENTS = 1 << 20  # converted at once: 4 MiB of f32
 _MIB = 1 << 20

@@ -1,8 +1,10 @@
-/* The module of Python that the kernels come in: which one suits this processor, as addresses for ggml. */
+/* The module of Python that the compiled operations come in, as addresses for ggml: the attention that suits this
+   processor, and joint products. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "cell_attention.h"
+#include "joint_products.h"
 
 static const struct cell_kernel * choose(void) {
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -44,9 +46,23 @@ static PyObject * scratch_floats(PyObject * self, PyObject * args) {
     return PyLong_FromSize_t(cell_scratch_floats(&params, (size_t) n_dims, (size_t) n_dims_v));
 }
 
+PyDoc_STRVAR(joint_doc, "joint_products()\n--\n\n"
+                        "(most weights, bytes of the parameters, address), or None where no compiler made it.");
+
+static PyObject * joint(PyObject * self, PyObject * args) {
+    (void) self, (void) args;
+#if defined(__GNUC__)
+    return Py_BuildValue("(inK)", JOINT_MOST_WEIGHTS, (Py_ssize_t) sizeof(struct joint_products_params),
+                         (unsigned long long) (uintptr_t) joint_products);
+#else
+    Py_RETURN_NONE;
+#endif
+}
+
 static PyMethodDef methods[] = {
     {"kernel", kernel, METH_NOARGS, kernel_doc},
     {"scratch_floats", scratch_floats, METH_VARARGS, scratch_doc},
+    {"joint_products", joint, METH_NOARGS, joint_doc},
     {NULL, NULL, 0, NULL},
 };
 

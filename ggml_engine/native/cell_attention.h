@@ -5,23 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* as in ggml.h; a test compares the Python side's declaration of it with the installed header */
-struct ggml_tensor {
-    int type;
-    void * buffer;
-    int64_t ne[4];
-    size_t nb[4];
-    int op;
-    int32_t op_params[16];
-    int32_t flags;
-    struct ggml_tensor * src[10];
-    struct ggml_tensor * view_src;
-    size_t view_offs;
-    void * data;
-    char name[64];
-    void * extra;
-    char padding[8];
-};
+#include "ggml_tensor.h"
 
 typedef void (*cell_to_float)(const void * x, float * y, int64_t k);
 
@@ -37,13 +21,14 @@ struct cell_attention_params {
     int32_t k_rows, v_rows;               /* enum cell_rows */
     int32_t n_slices; /* pieces of scratch, of cell_slice_floats each: at most so many threads work at once */
     int32_t n_queries; /* that a piece has room for: tokens times the heads of a group */
+    int32_t merges;    /* attend itself adds up the parts */
     cell_to_float k_to_float, v_to_float; /* of converted ones: for n elements that are whole blocks */
     int32_t next_item, n_done; /* items handed out, threads that are done: both 0 between two runs */
 };
 
 /* What attend writes is followed by its scratch in the same tensor, f32 [outputs + cell_scratch_floats], so that ggml's
    allocator owns it and an operation never asks for memory. Without n_splits the outputs are [values, heads, tokens],
-   with it [values + 2, heads * tokens, n_splits]. */
+   with it [values + 2, heads * tokens, n_splits], behind those where it merges. */
 enum {
     CELL_BLOCK = 64, /* rows at a time: their scores stay in the first cache */
     CELL_MOST_LANES = 8,

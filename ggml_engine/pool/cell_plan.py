@@ -23,6 +23,11 @@ _PER_TILE = 4
 _PER_SPAN = 5
 _LEAST_CAPACITY = 256
 
+# Where the numbers of a plan of a single token stand: what it sees, and its first span.
+_UNTIL, _FIRST_SEEN = _HEAD, _HEAD + 1
+_SPAN = _HEAD + 2 + _PER_TILE
+_N_ROWS, _POSITION = 1, 2
+
 
 class TokenRun(NamedTuple):
     """Tokens [token, token + n_tokens) of a step, which belong to its sequence number `seq` and begin at `position`."""
@@ -40,9 +45,47 @@ class CellPlan:
     numbers: npt.NDArray[np.int32]
     capacity: int
 
+    def can_move_on(self, first_seen: int) -> bool:
+        """Whether the plan of a single token can become that of the next one, which sees from `first_seen` on.
+
+        Its last row is followed by that token's; in front a part of the first span at most is lost from sight.
+        """
+        return first_seen - self.numbers.item(_FIRST_SEEN) < self.numbers.item(_SPAN + _N_ROWS)
+
+    def move_on(self, position: int, first_seen: int) -> int:
+        """Make it that; how many rows more it names."""
+        numbers = self.numbers.data
+        n_lost = first_seen - numbers[_FIRST_SEEN]
+        numbers[_UNTIL] = position
+        if n_lost:
+            numbers[_FIRST_SEEN] = first_seen
+            numbers[_SPAN] += n_lost
+            numbers[_SPAN + _N_ROWS] -= n_lost
+            numbers[_SPAN + _POSITION] += n_lost
+        numbers[len(numbers) - _PER_SPAN + _N_ROWS] += 1
+        return 1 - n_lost
+
 
 def plan_cells(read: WindowRead, tokens_per_tile: int) -> CellPlan:
     """The plan of one window's read, in tiles of at most so many tokens."""
+    return _plan_token(read) if read.n_tokens == 1 else plan_tiles(read, tokens_per_tile)
+
+
+def _plan_token(read: WindowRead) -> CellPlan:
+    """What `plan_tiles` gives for the only token of a step: it sees all of what is visible, in a tile of its own.
+
+    Every decode step of one sequence is so, and after a forward that filled the processor's caches with weights what
+    counts is how much code is passed.
+    """
+    (seen,) = read.visible
+    numbers = [1, 5, 9, seen.first_query, seen.first_seen, 0, 1, 0, len(seen.stretches)]
+    for row, n_rows, position in seen.stretches:
+        numbers += (row, n_rows, position, 0, 1)
+    return CellPlan(np.array(numbers, np.int32), _capacity_for(len(numbers)))
+
+
+def plan_tiles(read: WindowRead, tokens_per_tile: int) -> CellPlan:
+    """The plan of a step of any tokens."""
     stretches = [each.stretches for each in read.visible]
     tiles: list[int] = []
     spans: list[int] = []

@@ -29,15 +29,18 @@ class CellTable:
         self._n_owners = np.zeros(capacity, np.int32)
         self._n_free_by_residue = np.full(run, capacity // run, np.int64)
         self._tops = np.zeros(capacity // run, np.int32)  # per run: one past the highest used offset in it, 0 if none
+        # the same for single numbers, which Python gets and sets sooner than numpy does
+        self._position, self._owners = self.positions.data, self._n_owners.data
+        self._free_of_residue, self._top = self._n_free_by_residue.data, self._tops.data
 
     def is_free(self, cell: int) -> bool:
         """Whether a cell has no owner."""
-        return not self._n_owners[cell]
+        return not self._owners[cell]
 
     def count_missing(self, positions: npt.NDArray[np.int64]) -> int:
         """How many of these positions could get no cell; the positions may belong to several sequences."""
         if positions.size == 1:  # every decode step of one sequence
-            return int(self._n_free_by_residue[int(positions[0]) % self.run] == 0)
+            return int(self._free_of_residue[int(positions[0]) % self.run] == 0)
         needed = np.bincount(positions % self.run, minlength=self.run)
         return int(np.maximum(needed - self._n_free_by_residue, 0).sum())
 
@@ -88,6 +91,13 @@ class CellTable:
     def claim_from(self, cell: int, position: int, at_most: int) -> int:
         """Takes the free `cell` for `position`, and those after it in its run while they are free; returns how many."""
         run, offset = divmod(cell, self.run)
+        if at_most == 1:
+            self._owners[cell] = 1
+            self._position[cell] = position
+            self._top[run] = max(self._top[run], offset + 1)
+            self._free_of_residue[offset] -= 1
+            self.n_used += 1
+            return 1
         n = min(at_most, self.run - offset)
         if self._tops[run] > offset:
             n = self._count_free(cell, n)

@@ -9,9 +9,7 @@ nothing; no cost grows with the number of open sequences.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -27,9 +25,13 @@ from ggml_engine.errors import (
     UnknownSequenceError,
 )
 from ggml_engine.pool.arguments import checked_count, checked_int, checked_integers, checked_option
+from ggml_engine.pool.cell_plan import CellPlan
 from ggml_engine.pool.cell_table import CellTable
 from ggml_engine.pool.compaction import Move, plan_move
-from ggml_engine.pool.read_plan import PLANNERS, ReadGeometry, ReadKind, Stretch, VisibleCells, WindowRead
+from ggml_engine.pool.next_token import NextToken
+from ggml_engine.pool.read_plan import PLANNERS, ReadGeometry, ReadKind, VisibleCells
+from ggml_engine.pool.sequence_cells import SequenceCells
+from ggml_engine.pool.step import Extension, Placement, Step
 from ggml_engine.pool.window import Window
 
 # Cells are indices of rows, which ggml takes as i32.
@@ -74,75 +76,6 @@ class BatchControl(Protocol):
         """Whether a step of `n_tokens` of this sequence (None: of a new one) would be admitted now."""
 
 
-class _Sequence:
-    """A sequence's own cells in position order; those from `length` on are claimed by `claim`, not committed."""
-
-    __slots__ = ("_breaks", "_table", "claim", "id", "length", "n_cells", "revision")
-
-    def __init__(self, sequence_id: int, table: npt.NDArray[np.int32]) -> None:
-        self.id = sequence_id
-        self._table = table
-        self._breaks: list[int] = []  # positions whose cell does not follow that of the position before
-        self.n_cells = table.size
-        self.length = table.size
-        self.find_breaks(0)
-        self.claim: object | None = None
-        self.revision = 0  # changes whenever a step declared before can no longer be placed
-
-    @property
-    def cells(self) -> npt.NDArray[np.int32]:
-        return self._table[: self.n_cells]
-
-    def reserve(self, n: int) -> None:
-        """Makes room for `n` more cells; doubling keeps the cost of a decoded token constant."""
-        needed = self.n_cells + n
-        if needed > self._table.size:
-            table = np.empty(max(needed, 2 * self._table.size, 64), np.int32)
-            table[: self.n_cells] = self.cells
-            self._table = table
-
-    def begin_with(self, cells: npt.NDArray[np.int32]) -> None:
-        """Makes these its first cells; it has none, and room was reserved."""
-        self._table[: cells.size] = cells
-        self.n_cells = cells.size
-        self.find_breaks(0)
-
-    def append(self, cell: int, n: int) -> None:
-        """Adds the cells `cell`, `cell + 1`, ...; room was reserved."""
-        if self.n_cells and cell != self._table[self.n_cells - 1] + 1:
-            self._breaks.append(self.n_cells)
-        self._table[self.n_cells : self.n_cells + n] = cell if n == 1 else np.arange(cell, cell + n, dtype=np.int32)
-        self.n_cells += n
-
-    def keep(self, n: int) -> None:
-        """Forgets all but the first `n` cells, which are committed."""
-        self.n_cells = self.length = n
-        while self._breaks and self._breaks[-1] >= n:
-            self._breaks.pop()
-
-    def find_breaks(self, begin: int) -> None:
-        """Looks for breaks from position `begin` on, where cells were changed."""
-        del self._breaks[bisect_left(self._breaks, begin) :]
-        cells = self.cells[max(begin - 1, 0) :]
-        found = np.flatnonzero(cells[1:] != cells[:-1] + 1) + max(begin, 1)
-        self._breaks += found.tolist()
-
-    def stretches(self, begin: int) -> list[Stretch]:
-        """Its cells from position `begin` on, those that follow each other together."""
-        borders = [begin, *self._breaks[bisect_right(self._breaks, begin) :], self.n_cells]
-        return [Stretch(int(self._table[first]), last - first, first) for first, last in pairwise(borders)]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Extension:
-    """The tokens of one sequence in a step: where they stand in the batch, and the sequence's revision at `declare`."""
-
-    sequence: _Sequence
-    tokens: slice | npt.NDArray[np.int64]
-    n_tokens: int
-    revision: int
-
-
 class CellCache:
     """Many sequences over one pool of cells, without a tensor: implements `BatchControl`, and plans steps.
 
@@ -178,7 +111,7 @@ class CellCache:
         self._table = CellTable(rounded, run)
         self._geometry = ReadGeometry(run, read_block, rounded)
         self._reads = reads
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, SequenceCells] = {}
         self._next_id = 0
 
     # The control plane's face.
@@ -283,12 +216,17 @@ class CellCache:
                     f"sequence {found.id} holds {found.n_cells - found.length} cells of a step that was not committed: "
                     f"rewind it to {found.length} or less, or close it, before it is declared again"
                 )
-            extensions.append(_Extension(found, tokens, n_tokens, found.revision))
+            extensions.append(Extension(found, tokens, n_tokens, found.revision))
             expected[tokens] = found.length if n_tokens == 1 else np.arange(found.length, found.length + n_tokens)
         n_missing = self._table.count_missing(expected)
         if n_missing:
             raise PoolFullError(ids.size, ids.size - n_missing, self.capacity)
-        return Step(self, ids, expected, tuple(extensions))
+        return Step(self._place, ids, expected, tuple(extensions))
+
+    def next_token(self, placement: Placement, plans: Sequence[CellPlan]) -> NextToken:
+        """What goes on from a committed placement of a single token, whose plans these are, in reads that are exact."""
+        (sequence,) = placement.held
+        return NextToken(placement, plans, self._windows, sequence, self._table)
 
     # Moving the cells of a sequence together.
 
@@ -373,19 +311,19 @@ class CellCache:
             raise CacheError(f"there is no cell {cell}, the pool has {self.capacity}")
         return cell
 
-    def _find(self, sequence: int) -> _Sequence:
+    def _find(self, sequence: int) -> SequenceCells:
         found = self._sequences.get(checked_int(sequence, "a sequence", UnknownSequenceError))
         if found is None:
             raise UnknownSequenceError(f"no open sequence has the id {sequence} ({len(self._sequences)} are open)")
         return found
 
     def _register(self, cells: npt.NDArray[np.int32]) -> int:
-        sequence = _Sequence(self._next_id, cells)
+        sequence = SequenceCells(self._next_id, cells)
         self._sequences[sequence.id] = sequence
         self._next_id += 1
         return sequence.id
 
-    def _drop_from(self, sequence: _Sequence, to: int) -> None:
+    def _drop_from(self, sequence: SequenceCells, to: int) -> None:
         """Gives up the cells from position `to` on (at most the committed length), and any claim with them."""
         sequence.claim = None
         dropped = sequence.cells[to:]
@@ -419,7 +357,7 @@ class CellCache:
             sequence.revision += 1
         return placement
 
-    def _claim_cells(self, sequence: _Sequence, n_tokens: int) -> None:
+    def _claim_cells(self, sequence: SequenceCells, n_tokens: int) -> None:
         end = sequence.n_cells + n_tokens
         while sequence.n_cells < end:
             position = sequence.n_cells
@@ -428,7 +366,7 @@ class CellCache:
             n = self._table.claim_from(cell, position, end - position)
             sequence.append(cell, n)
 
-    def _visible_cells(self, extension: _Extension, window: Window) -> VisibleCells:
+    def _visible_cells(self, extension: Extension, window: Window) -> VisibleCells:
         sequence = extension.sequence
         first_seen = max(0, window.first_seen(sequence.length))
         if self._reads is ReadKind.BY_POSITION:
@@ -454,108 +392,12 @@ class CellCache:
             sequences=step.sequences,
             positions=step.positions.astype(np.int32),
             cells=cells,
-            extent=max(lo + n for read in reads for lo, n in read.spans),
+            extent=max([read.extent for read in reads]),
             reads=tuple(reads),
-            _held=tuple(extension.sequence for extension in step.extensions),
+            rows_read=tuple([read.n_rows for read in reads]),
+            held=tuple(extension.sequence for extension in step.extensions),
             _claim=claim,
         )
-
-
-class Step:
-    """An admitted step. Made by `CellCache.declare` only; `place` turns it into a `Placement`, once."""
-
-    __slots__ = ("_cache", "_is_placed", "extensions", "positions", "sequences")
-
-    def __init__(
-        self,
-        cache: CellCache,
-        sequences: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
-        extensions: tuple[_Extension, ...],
-    ) -> None:
-        self._cache = cache
-        self._is_placed = False
-        self.sequences = sequences  # i64 [n_tokens], read-only
-        self.positions = positions  # i64 [n_tokens], read-only: where each token has to stand
-        self.extensions = extensions
-        sequences.setflags(write=False)
-        positions.setflags(write=False)
-
-    def place(self, positions: npt.ArrayLike) -> Placement:
-        """Claims a cell for every token: all or none. `positions` are integers [n_tokens], in batch order.
-
-        Raises PositionError when a position does not continue its sequence (the step can still be placed), and
-        StepError when the step was placed before, or is stale: since it was declared, one of its sequences has moved or
-        was closed, or another step took the cells.
-        """
-        if self._is_placed:
-            raise StepError("the step was placed before")
-        for extension in self.extensions:
-            if extension.sequence.revision != extension.revision:
-                raise StepError(
-                    f"the step is stale: sequence {extension.sequence.id} has changed since it was declared"
-                )
-        if positions is not self.positions:
-            self._check_positions(positions)
-        placement = self._cache._place(self)
-        self._is_placed = True
-        return placement
-
-    def _check_positions(self, positions: npt.ArrayLike) -> None:
-        given = checked_integers(positions, "the positions of a step", PositionError)
-        if given.shape != self.positions.shape:
-            raise PositionError(f"the step has {self.positions.size} tokens, {given.size} positions were given")
-        wrong = np.flatnonzero(given != self.positions)
-        if wrong.size:
-            token = int(wrong[0])
-            raise PositionError(
-                f"token {token} (sequence {self.sequences[token]}) was given position {given[token]}, "
-                f"its sequence continues at {self.positions[token]}"
-            )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Placement:
-    """The cells and the read plan that a step got. Arrays are in batch order; they are not to be written to.
-
-    `cells` are the pool rows to write, `extent` is one past the highest cell that the step reads or writes, padding
-    included, and `reads` has one entry per window of the cache. Until it is committed, rewound or closed, the sequences
-    of the step cannot be declared again.
-    """
-
-    sequences: npt.NDArray[np.int64]  # [n_tokens]
-    positions: npt.NDArray[np.int32]  # [n_tokens]
-    cells: npt.NDArray[np.int64]  # [n_tokens]
-    extent: int
-    reads: tuple[WindowRead, ...]
-    _held: tuple[_Sequence, ...]
-    _claim: object
-
-    @property
-    def rows_read(self) -> tuple[int, ...]:
-        """How many rows of the pool each window reads, padding included."""
-        return tuple(read.n_rows for read in self.reads)
-
-    @property
-    def sequence_ids(self) -> tuple[int, ...]:
-        """The distinct sequences of the step, ascending."""
-        return tuple(sequence.id for sequence in self._held)
-
-    def commit(self) -> None:
-        """Counts the placed tokens into the lengths of their sequences.
-
-        Raises StepError, and commits nothing, when it was committed before or when one of its sequences was rewound or
-        closed since: what is left of the step is then freed by rewinding or closing the others.
-        """
-        lost = [sequence.id for sequence in self._held if sequence.claim is not self._claim]
-        if lost:
-            raise StepError(
-                f"the placement holds no claim on sequences {lost}: committed before, or rewound or closed since"
-            )
-        for sequence in self._held:
-            sequence.length = sequence.n_cells
-            sequence.claim = None
-            sequence.revision += 1
 
 
 def _group_by_sequence(ids: npt.NDArray[np.int64]) -> list[tuple[int, slice | npt.NDArray[np.int64], int]]:
@@ -584,7 +426,7 @@ def _checked_window(window: int | Window) -> Window:
     return Window(checked_option(window, "a window", 0))
 
 
-def _checked_position(position: int, sequence: _Sequence) -> int:
+def _checked_position(position: int, sequence: SequenceCells) -> int:
     checked = checked_int(position, "a position", PositionError)
     if not 0 <= checked <= sequence.length:
         raise PositionError(

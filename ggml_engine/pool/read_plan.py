@@ -113,6 +113,13 @@ class WindowRead:
             for each, columns in zip(self.visible, self._columns(), strict=True)
         ]
 
+    @property
+    def extent(self) -> int:
+        """One past the highest row; spans need not ascend."""
+        if len(self.spans) == 1:
+            return self.spans[0][0] + self.n_rows
+        return max(lo + n for lo, n in self.spans)
+
     def rows(self) -> Cells:
         """The cell of every mask column, i64 [n_rows], ascending."""
         return np.concatenate([np.arange(lo, lo + n, dtype=np.int64) for lo, n in self.spans])
@@ -162,8 +169,12 @@ def plan_read_exactly(
     window: Window, sequences: Sequence[VisibleCells], n_tokens: int, geometry: ReadGeometry
 ) -> WindowRead:
     """Plans a read of the visible rows and no others, for a kernel that skips what it is not told of."""
-    spans = _joined_spans(sorted((row, n) for sequence in sequences for row, n, _ in sequence.stretches))
-    n_rows = sum(n for _, n in spans)
+    if len(sequences) == 1 and len(sequences[0].stretches) == 1:
+        row, n_rows, _ = sequences[0].stretches[0]
+        spans: tuple[Span, ...] = ((row, n_rows),)
+    else:
+        spans = _joined_spans(sorted((row, n) for sequence in sequences for row, n, _ in sequence.stretches))
+        n_rows = sum(n for _, n in spans)
 
     def columns() -> list[Cells]:
         return [sequence.cells + _column_offsets(sequence.cells, spans) for sequence in sequences]

@@ -17,11 +17,12 @@ from ggml_engine.ggml.backends import Backend
 from ggml_engine.ggml.library import Libraries
 from ggml_engine.models.config import KvLayer
 from ggml_engine.pool.cell_cache import GgmlCellCache, GgmlSequenceCache
-from ggml_engine.pool.cells import BatchControl, Step
+from ggml_engine.pool.cells import BatchControl
 from ggml_engine.pool.compaction import Move
 from ggml_engine.pool.kv_pool import GgmlKvPool
 from ggml_engine.pool.kv_types import KvFormat
 from ggml_engine.pool.read_plan import ReadKind
+from ggml_engine.pool.step import Step
 
 
 class GgmlCache(BatchControl, Protocol):

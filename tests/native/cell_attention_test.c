@@ -74,7 +74,7 @@ static void random_setting(struct setting * s, int n_rows) {
     s->p = (struct cell_attention_params) {
         .scale = 0.05f + (float) below(100) / 100, .softcap = below(3) ? 0.0f : 3.0f, .n_head_kv = n_head_kv,
         .n_splits = below(2) ? 1 : 2 + below(6), .k_rows = below(3), .v_rows = below(3), .n_slices = 1 + below(3),
-        .n_queries = G * (1 + below(16)), .k_to_float = bytes_to_float, .v_to_float = bytes_to_float,
+        .n_queries = G * (1 + below(16)), .merges = (int32_t) (state >> 40 & 1), .k_to_float = bytes_to_float, .v_to_float = bytes_to_float,
     };
     shape(&s->q, 4, D, n_head_kv * G, s->n_tokens);
     for (int i = 0; i < D * n_head_kv * G * s->n_tokens; ++i) ((float *) s->q.data)[i] = real();
@@ -83,11 +83,12 @@ static void random_setting(struct setting * s, int n_rows) {
     shape(&s->sinks, 4, n_head_kv * G, 1, 1);
     for (int i = 0; i < n_head_kv * G; ++i) ((float *) s->sinks.data)[i] = real();
     const int64_t rows = (int64_t) n_head_kv * G * s->n_tokens;
-    const int64_t n_out = s->p.n_splits > 1 ? rows * (Dv + 2) * s->p.n_splits : rows * Dv;
+    const int64_t n_whole = s->p.n_splits == 1 || s->p.merges ? rows * Dv : 0;
+    const int64_t n_out = n_whole + (s->p.n_splits > 1 ? rows * (Dv + 2) * s->p.n_splits : 0);
     shape(&s->dst, 4, n_out + (int64_t) cell_scratch_floats(&s->p, (size_t) D, (size_t) Dv), 1, 1);
     shape(&s->merged, 4, Dv, n_head_kv * G, s->n_tokens);
     s->dst.src[0] = &s->q, s->dst.src[1] = &s->k, s->dst.src[2] = &s->v, s->dst.src[3] = &s->plan;
-    if (s->has_sinks && s->p.n_splits == 1) s->dst.src[4] = &s->sinks;
+    if (s->has_sinks && n_whole > 0) s->dst.src[4] = &s->sinks;
     s->merged.src[0] = &s->dst;
     if (s->has_sinks) s->merged.src[1] = &s->sinks;
     memset(s->dst.data, 0xff, s->dst.nb[3]); /* NaN: what is read before it is written shows */
@@ -117,7 +118,7 @@ static void compute(struct ggml_tensor * dst, cell_op op, void * p, int nth) {
 static const float * outputs(struct setting * s) {
     const int nth = 1 + below(4);
     compute(&s->dst, KERNEL.attend, &s->p, nth);
-    if (s->p.n_splits == 1) return s->dst.data;
+    if (s->p.n_splits == 1 || s->p.merges) return s->dst.data;
     compute(&s->merged, KERNEL.merge, &s->p, nth);
     return s->merged.data;
 }

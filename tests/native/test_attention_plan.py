@@ -16,6 +16,7 @@ from ggml_engine.errors import AllocationError, ExecutorError
 from ggml_engine.executor import calibration, measured_times, planned_rows
 from ggml_engine.executor.attention_choice import ROWS, TOKENS
 from ggml_engine.executor.executor import GgmlExecutor
+from ggml_engine.ggml.backends import get_data, set_data
 from ggml_engine.models.attention import AttentionForm
 from ggml_engine.models.model import Model
 from ggml_engine.pool.read_plan import ReadKind
@@ -156,6 +157,35 @@ def test_what_would_take_too_long_is_reckoned(model: Model, monkeypatch: pytest.
         first = rows[0][0]
         expected = [[first * n * m / ROWS[0] for m in ROWS] for n in TOKENS]
         assert np.allclose(rows, expected)
+
+
+def test_every_run_of_a_graph_computes_the_same(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a graph was given once is still there after its runs: no result lies in its place."""
+    given: list[tuple[Any, Any]] = []
+    built, compute = calibration.Calibration._built, calibration.Graph.compute
+    n_compared = 0
+
+    def noted(self: Any, *args: Any) -> Any:
+        given.clear()
+        return built(self, *args)
+
+    def compared(graph: calibration.Graph) -> None:
+        nonlocal n_compared
+        compute(graph)
+        for tensor, values in given:
+            found = np.empty_like(values)
+            get_data(model.libraries, tensor, found)
+            assert found.tobytes() == values.tobytes(), f"{graph.name}: {tensor.name}"
+            n_compared += 1
+
+    monkeypatch.setattr(calibration, "_MOST_UNITS", 4)
+    monkeypatch.setattr(calibration, "_RUN_S", 1.0)
+    monkeypatch.setattr(calibration.Calibration, "_built", noted)
+    monkeypatch.setattr(calibration.Graph, "compute", compared)
+    monkeypatch.setattr(calibration, "set_data", lambda *args: (given.append(args[1:]), set_data(*args)))
+    with executor_over(model, calibrate=True, capacity=512) as executor:
+        assert executor.attention.measure_all() is not None
+    assert n_compared > 100
 
 
 def test_memory_that_cannot_be_had_ends_the_measuring(
@@ -332,6 +362,25 @@ def measured_with(
     return pending
 
 
+def test_what_more_tokens_take_is_measured_where_fewer_were_slow(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forms have other kernels for many tokens: those of few say nothing about them."""
+    clock = Clock(0.0)
+
+    def compute(graph: calibration.Graph) -> None:
+        n_tokens, n_rows = (int(word) for word in graph.name.split() if word.isdecimal())
+        clock.now += (0.002 if n_tokens == 32 else 0.001) * n_rows / ROWS[0]
+
+    monkeypatch.setattr(calibration.Graph, "compute", compute)
+    with executor_over(model, calibrate=True, capacity=512) as executor:
+        assert executor.attention.subject is not None
+        pending = calibration.Calibration(executor.attention.subject, clock)
+        while pending.step():
+            pass
+    assert pending.times is not None
+    for rows in pending.times.values():
+        assert np.allclose(rows[TOKENS.index(128)], [0.001, 0.004, 0.016])
+
+
 def test_runs_that_take_far_too_long_end_the_measuring(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_TOO_LONG_S", 0.03)
     found = measured_with(model, monkeypatch, lambda i: 0.5 if i in {1, 20} else 0.001)
@@ -344,8 +393,10 @@ def test_runs_that_differ_are_repeated_and_end_the_measuring(model: Model, monke
     monkeypatch.setattr(calibration, "_SPREAD", 1.3)
     found = measured_with(model, monkeypatch, lambda i: 0.001 * (1 + i % 3))
     assert found.times is not None
+    found = measured_with(model, monkeypatch, lambda i: 0.001 if i > 40 or i % 16 == 0 else 0.002)
+    assert found.times is not None, "a graph may take a while to have two"
     with pytest.raises(ExecutorError, match="once"):
-        measured_with(model, monkeypatch, lambda i: 0.02 * 0.5**i)
+        measured_with(model, monkeypatch, lambda i: 0.001 * 1.4**i)
 
 
 def test_measuring_that_was_disturbed_keeps_nothing(model: Model, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:

@@ -16,6 +16,7 @@ from tiny_models import VOCAB, write_gemma3, write_llama
 
 import ggml_engine.bench.cases as cases_module
 from ggml_engine.bench import setting as setting_module
+from ggml_engine.bench import start as start_module
 from ggml_engine.bench.cases import CASES, run
 from ggml_engine.bench.driver import N_BATCH, Driver, Room
 from ggml_engine.bench.llama_cpp import MODES, LlamaCppDriver, Mode, n_cells_of
@@ -26,7 +27,8 @@ from ggml_engine.bench.setting import QUICK, Setting
 from ggml_engine.cli import output
 from ggml_engine.cli.main import main
 from ggml_engine.control.machine_memory import MachineMemory
-from ggml_engine.errors import ComputeError
+from ggml_engine.engine import Engine
+from ggml_engine.errors import ComputeError, OptionError
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.executor import GgmlExecutor
 from ggml_engine.executor.options import ExecutorOptions
@@ -426,3 +428,31 @@ def test_forced_attention_and_capacity_reach_the_executor(tiny: Path, monkeypatc
     arguments = ["--only", "prefill", "--prompts", "16", "--attention", "flash", "--capacity", "1000"]
     assert main(["bench", str(tiny), "--quick", "--threads", "1", *arguments]) == 0
     assert [(options.attention, options.capacity, options.k_type) for options in seen] == [("flash", 1000, "f16")]
+
+
+def test_the_second_layout_of_weights_reaches_the_model_the_engine_and_the_child(tiny: Path, monkeypatch) -> None:
+    seen: list[str] = []
+    load = setting_module.load_model
+
+    def note(*args: Any, prefill_weights: str, **options: Any) -> Any:
+        seen.append(prefill_weights)
+        return load(*args, **options)
+
+    def load_engine(*_: Any, prefill_weights: str, **__: Any) -> None:
+        seen.append(prefill_weights)
+
+    def run_child(command: list[str], **_: Any) -> Any:
+        seen.append(json.loads(command[-1])[5])
+        raise ComputeError("noted")
+
+    monkeypatch.setattr(setting_module, "load_model", note)
+    monkeypatch.setattr(Engine, "load", load_engine)
+    monkeypatch.setattr(start_module.subprocess, "run", run_child)
+    setting = Setting(tiny, QUICK, 1, threads=1, prefill_weights="bf16")
+    run(setting, ModelReport("tiny"), ["prefill", "start"])
+    setting.load_engine(64)
+    setting.release()
+    assert setting.plain()["prefill_weights"] == "bf16"
+    assert seen == ["bf16"] * 3
+    with pytest.raises(OptionError, match="q4_0"):
+        Setting(tiny, QUICK, 1, threads=1, prefill_weights="q4_0")  # type: ignore[arg-type]

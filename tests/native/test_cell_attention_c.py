@@ -1,6 +1,6 @@
-"""The compiled attention by itself, where sanitizers see every access: its own C test, built beside it.
+"""The compiled operations by themselves, where sanitizers see every access: their own C tests, built beside them.
 
-`cell_attention_test.c` says what is compared; here it is compiled as the package is, and run.
+`cell_attention_test.c` and `joint_products_test.c` say what is compared; here each is compiled as the package is, and run.
 """
 
 import platform
@@ -45,6 +45,13 @@ def test_the_kernel_equals_a_plain_sum_and_reads_nothing_that_is_not_there(tmp_p
     sources = (_TESTS / "cell_attention_test.c", _NATIVE / f"cell_attention_{kernel}.c")
     flags = ("-O1", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all")
     assert _run(tmp_path / "test", sources, flags, 60) == "60 settings are right\n"
+
+
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+def test_joint_products_equal_plain_sums_and_need_no_more_than_their_scratch(tmp_path: Path, sanitizers: str) -> None:
+    sources = (_TESTS / "joint_products_test.c", _NATIVE / "joint_products.c")
+    flags = ("-O1", "-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all")
+    assert _run(tmp_path / "test", sources, flags, 200) == "200 settings are right\n"
 
 
 def test_a_compiler_that_is_not_gcc_is_left_with_no_kernel(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tiny_models import VOCAB, write_llama
 from ggml_engine.executor.planned_rows import PlannedReading
 from ggml_engine.models.model import Model
 from ggml_engine.pool.cell_plan import CellPlan
-from ggml_engine.pool.cells import Placement
+from ggml_engine.pool.step import Placement
 
 TOKENS: list[int] = np.random.default_rng(9).integers(3, VOCAB, 1024).tolist()
 

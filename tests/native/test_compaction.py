@@ -20,9 +20,9 @@ from ggml_engine.executor.options import ExecutorOptions
 from ggml_engine.ggml.backends import Graph
 from ggml_engine.models.model import Model
 from ggml_engine.pool import kv_pool
-from ggml_engine.pool.cells import Placement
 from ggml_engine.pool.kv_pool import GgmlKvPool
 from ggml_engine.pool.kv_types import KV_TYPES
+from ggml_engine.pool.step import Placement
 
 TOKENS: list[int] = np.random.default_rng(8).integers(3, VOCAB, 2000).tolist()
 MODES: dict[str, dict[str, Any]] = {

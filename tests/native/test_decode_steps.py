@@ -20,6 +20,7 @@ from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.executor import GgmlExecutor
 from ggml_engine.executor.input_memory import InputMemory
 from ggml_engine.models.model import Model
+from ggml_engine.pool.cells import CellCache
 from ggml_engine.pool.read_plan import find_stretches
 
 BLOCK = 256  # the default read_block
@@ -192,3 +193,54 @@ def test_a_batch_may_say_the_positions_that_its_step_has(model: Model) -> None:
         said = Batch(batch.tokens, batch.sequences, batch.wants_logits, np.array([4, 5]))
         assert executor.forward(said).shape == (1, VOCAB)
         assert executor.length(sequence) == 6
+
+
+def test_a_sequence_that_decodes_alone_is_planned_anew_where_a_run_begins_only(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declared: list[int] = []
+    declare = CellCache.declare
+
+    def noted(cache: CellCache, sequences: Any) -> Any:
+        declared.append(np.size(sequences))
+        return declare(cache, sequences)
+
+    with executor_over(model, capacity=1024, attention="cells") as executor:
+        sequence = executor.open()
+        feed(executor, sequence, TOKENS[:70])
+        monkeypatch.setattr(CellCache, "declare", noted)
+        decode(executor, [sequence], 70, 130)  # 70 to 200
+        # the first token, and those at the runs 128 and 192 with the ones after which the window leaves a run
+        assert len(declared) <= 7
+        executor.rewind(sequence, 190)
+        n = len(declared)
+        decode(executor, [sequence], 190, 2)
+        assert len(declared) == n + 1
+
+
+def test_logits_are_the_same_where_every_step_is_planned_anew(model: Model) -> None:
+    """Two sequences in turn and together, rewound, cloned and closed."""
+    found = []
+    for moves_on in (True, False):
+        rng = np.random.default_rng(4)
+        with executor_over(model, capacity=2048, attention="cells") as executor:
+            executor._moves_on = moves_on
+            live = [executor.open(), executor.open()]
+            logits = [feed(executor, each, TOKENS[: 60 + each]) for each in live]
+            for i in range(60):
+                kind = rng.integers(0, 12)
+                if kind == 0:
+                    executor.rewind(live[0], executor.length(live[0]) - int(rng.integers(0, 4)))
+                elif kind == 1:
+                    clone = executor.clone(live[0], executor.length(live[0]) - 1)
+                    assert clone is not None
+                    executor.close(live.pop())
+                    live.append(clone)
+                elif kind == 2:
+                    logits.append(executor.forward(batch_of([(each, TOKENS[i : i + 1]) for each in live])))
+                for _ in range(rng.integers(1, 5)):
+                    logits.append(executor.forward(Batch.of_sequence(live[0], TOKENS[i : i + 1])))
+            found.append(np.concatenate(logits).tobytes())
+            stats = executor.stats()
+            found.append(str((stats["rows_read"], stats["tokens_forwarded"], stats["graphs_reused"])).encode())
+    assert found[:2] == found[2:]

@@ -30,7 +30,7 @@ from ggml_engine.executor.executor import GgmlExecutor
 from ggml_engine.ggml.backends import Graph
 from ggml_engine.models.model import Model
 from ggml_engine.pool import kv_pool
-from ggml_engine.pool.cells import Placement, Step
+from ggml_engine.pool.step import Placement, Step
 
 TOKENS: list[int] = np.random.default_rng(11).integers(3, VOCAB, 60).tolist()
 ROUNDED = 1e-1  # f16 K and V, GELU's table: see test_engine_against_naive

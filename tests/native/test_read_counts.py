@@ -24,7 +24,7 @@ from ggml_engine.executor.executor import GgmlExecutor
 from ggml_engine.ggml import backends
 from ggml_engine.models.model import Model
 from ggml_engine.pool import kv_pool
-from ggml_engine.pool.cells import Placement
+from ggml_engine.pool.step import Placement
 from ggml_engine.pool.window import Window
 
 WINDOW = 256

@@ -162,6 +162,23 @@ def test_control_tokens_are_hidden_and_the_first_space_is_taken_once(vocabulary:
     assert stream.push(HELLO) == " hello"
 
 
+def test_a_stream_shows_the_control_tokens_that_it_is_asked_to(vocabulary: Vocabulary) -> None:
+    stream = StreamDecoder(vocabulary, shown=frozenset({USER, HELLO}))
+    assert [stream.push(token) for token in (1, USER, HELLO, TAG, USER)] == [
+        "",
+        "<|user|>",
+        "hello",
+        "<tag>",
+        "<|user|>",
+    ]
+    assert stream.finish() == ""
+
+
+def test_a_shown_token_ends_a_character_that_stayed_incomplete(vocabulary: Vocabulary) -> None:
+    stream = StreamDecoder(vocabulary, shown=frozenset({USER}))
+    assert [stream.push(token) for token in (3 + 0xF0, USER)] == ["", "\ufffd<|user|>"]
+
+
 @pytest.mark.parametrize("bad", [True, 1.0, "1", None, -1, N, 2**31, 2**63, np.float32(1), np.bool_(True)])
 def test_ids_that_are_none_are_refused(vocabulary: Vocabulary, bad: object) -> None:
     for ids in ([bad], [1, bad], (bad, 1)):

@@ -76,11 +76,11 @@ def copy_of_the_package(into: Path) -> None:
 
 def build_the_kernel(folder: Path) -> str:
     """Compiles the kernel of the package in `folder` anew; what went wrong, or nothing."""
-    for compiled in (folder / "ggml_engine" / "native").glob("_cell_attention.*.*"):
+    for compiled in (folder / "ggml_engine" / "native").glob("_*.*.*"):
         compiled.unlink()  # or a build that fails would leave the old one
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace", "--force"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    built = [*(folder / "ggml_engine" / "native").glob("_cell_attention.*.*")]
+    built = [*(folder / "ggml_engine" / "native").glob("_*.*.*")]
     return "" if built and not done.returncode else f"does not compile: {(done.stdout + done.stderr).strip()[-500:]}"
 
 

@@ -23,7 +23,7 @@ BASIC = {
     "uint64_t": 8, "size_t": 8, "ptrdiff_t": 8, "intptr_t": 8, "uintptr_t": 8, "FILE": 0,
 }  # fmt: skip
 PRELUDE = "".join(f"typedef int {name};\n" for name in BASIC)
-HEADERS = ("ggml.h", "ggml-alloc.h", "ggml-backend.h", "gguf.h", "llama.h")
+HEADERS = ("ggml.h", "ggml-alloc.h", "ggml-backend.h", "ggml-cpu.h", "gguf.h", "llama.h")
 SYSTEM_HEADERS = ("stddef.h", "stdint.h", "stdbool.h", "stdio.h", "stdlib.h", "string.h", "assert.h")
 
 

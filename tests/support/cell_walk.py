@@ -13,8 +13,9 @@ import pytest
 from naive_cells import NaiveCells
 
 from ggml_engine.errors import CacheError, PoolFullError, PositionError, StepError
-from ggml_engine.pool.cells import CellCache, Placement
+from ggml_engine.pool.cells import CellCache
 from ggml_engine.pool.read_plan import ReadKind
+from ggml_engine.pool.step import Placement
 from ggml_engine.pool.window import Window
 
 

@@ -27,7 +27,8 @@ from ggml_engine.executor.cell_image import CellImageReader, CellImageWriter, Tu
 from ggml_engine.executor.image import KvImage, Rows
 from ggml_engine.executor.prepared import Kind, PreparedInput, PreparedSlice
 from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
-from ggml_engine.pool.cells import CellCache, Placement
+from ggml_engine.pool.cells import CellCache
+from ggml_engine.pool.step import Placement
 
 WAIT_S = 10.0  # no wait of a test takes longer; what is waited for comes at once
 TOP_LOGIT = 8.0

@@ -85,6 +85,7 @@ class FakeText:
         self.n_vocab = n_vocab
         self.ends = set(ends)
         self.pieces = pieces or {}
+        self.hidden: frozenset[int] = frozenset()  # control tokens: no text unless it is asked for
         self.last_piece = ""  # what every decoder has left at the end
         self.n_open_samplers = 0
         self.samplers: list[FakeSampler] = []
@@ -112,8 +113,9 @@ class FakeText:
         with self._lock:
             self.n_open_samplers += n
 
-    def decoder(self) -> FakeDecoder:
-        return FakeDecoder(self.pieces, self.last_piece)
+    def decoder(self, shown: frozenset[int] = frozenset()) -> FakeDecoder:
+        hidden = dict.fromkeys(self.hidden - shown, "")
+        return FakeDecoder(self.pieces | hidden, self.last_piece)
 
     def shown(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""

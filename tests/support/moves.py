@@ -7,8 +7,8 @@ import pytest
 from ggml_engine.executor import compaction
 from ggml_engine.executor.compaction import Compaction
 from ggml_engine.executor.executor import GgmlExecutor
-from ggml_engine.pool.cells import Step
 from ggml_engine.pool.compaction import Move
+from ggml_engine.pool.step import Step
 
 
 def move_at_every_step(patch: pytest.MonkeyPatch) -> None:

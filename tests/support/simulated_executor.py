@@ -253,5 +253,5 @@ class SimulatedText:
         self.n_samplers += 1
         return _Sampler(self)
 
-    def decoder(self) -> _Decoder:
+    def decoder(self, shown: frozenset[int] = frozenset()) -> _Decoder:
         return _Decoder()

@@ -87,7 +87,7 @@ def test_the_compiled_kernel_is_usual_for_all_steps_where_it_is_there(n_tokens: 
 
 def test_steps_at_which_another_form_is_faster_than_the_kernel_take_it() -> None:
     measured = times()
-    measured[AttentionForm.FLASH_FOLDED][4] = [0.5] * len(ROWS)
+    measured[AttentionForm.FLASH_FOLDED][4] = [0.05] * len(ROWS)
     measured[AttentionForm.FLASH][6] = [1.0, 1.0, 0.9]
     table = table_of(measured, usual_table(3, is_tiled=True, has_kernel=True))
     assert [table.form("rows", n, 4096).value for n in TOKENS] == [
@@ -95,6 +95,15 @@ def test_steps_at_which_another_form_is_faster_than_the_kernel_take_it() -> None
     ]  # fmt: skip
     assert table.form("rows", 512, 1024) is CELLS
     assert table.all_forms("rows") == {CELLS, AttentionForm.FLASH, AttentionForm.FLASH_FOLDED}
+
+
+def test_the_kernel_is_not_mixed_with_forms_that_gain_little_over_all_steps() -> None:
+    usual = usual_table(3, is_tiled=True, has_kernel=True)
+    measured = times()
+    measured[AttentionForm.FLASH][3] = [0.5] * len(ROWS)
+    assert table_of(measured, usual) == usual
+    measured[AttentionForm.FLASH][0] = [0.5] * len(ROWS)
+    assert table_of(measured, usual).all_forms("rows") == {CELLS, AttentionForm.FLASH}
 
 
 def test_v_lies_in_columns_where_the_kernel_is_clearly_slower_than_products() -> None:

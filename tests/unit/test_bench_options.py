@@ -73,6 +73,7 @@ def test_no_case_is_all_of_them_and_some_run_in_their_order() -> None:
         ["--threads", "0"],
         ["--capacity", "0"],
         ["--attention", "none"],
+        ["--prefill-weights", "q4_0"],
     ],
     ids=" ".join,
 )

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ggml_engine.pool.cell_plan import CellPlan, plan_cells
-from ggml_engine.pool.cells import CellCache, Placement
+from ggml_engine.pool.cells import CellCache
 from ggml_engine.pool.read_plan import ReadKind
+from ggml_engine.pool.step import Placement
 from ggml_engine.pool.window import Window
 
 EXACT = tuple(replace(geometry, reads=ReadKind.EXACT) for geometry in GEOMETRIES)

@@ -20,8 +20,9 @@ from ggml_engine.errors import (
 )
 from ggml_engine.pool import cells
 from ggml_engine.pool.cell_table import CellTable
-from ggml_engine.pool.cells import BatchControl, CellCache, Placement
+from ggml_engine.pool.cells import BatchControl, CellCache
 from ggml_engine.pool.read_plan import ReadKind
+from ggml_engine.pool.step import Placement
 from ggml_engine.pool.window import Window
 
 

@@ -87,7 +87,7 @@ def test_the_other_options_reach_their_fields(monkeypatch, tmp_path: Path) -> No
 
 def test_fields_of_a_generation_have_options_too() -> None:
     for_programs = {"logprobs", "prompt_logprobs", "prefill_breakpoints"}  # nothing that a terminal shows
-    assert set(GEN_FIELDS) - {"sampler", "stop_tokens"} - for_programs <= set(PARAMS)
+    assert set(GEN_FIELDS) - {"sampler", "stop_tokens", "shown_tokens"} - for_programs <= set(PARAMS)
 
 
 def test_execution_options_have_the_names_and_defaults_of_engine_load() -> None:

@@ -381,7 +381,7 @@ def test_a_fault_of_the_scheduler_settles_what_runs(monkeypatch: pytest.MonkeyPa
         with b.executor.holding_forward() as gate:
             running = b.start(session, [1], 8)
             gate.wait_held()
-            monkeypatch.setattr("ggml_engine.control.step_parts.plan_step", lambda *_: 1 / 0)
+            monkeypatch.setattr("ggml_engine.control.scheduler.batch_of", lambda *_: 1 / 0)
         assert_failed(running, "ZeroDivisionError")
         monkeypatch.undo()
         assert session.status == "poisoned"

@@ -277,6 +277,7 @@ def test_a_stop_string_across_tokens_ends_it_and_is_not_shown(cut: tuple[int, in
         )
         assert generation.result(WAIT_S) == text[: text.index(stop)] == "".join(pieces)
         assert generation.reason is Reason.STOP
+        assert generation.stats.stopped_by == stop
         n = len(generation.tokens)
         assert stop in b.text.shown(tokens[:n])
         assert stop not in b.text.shown(tokens[: n - 1])
@@ -300,7 +301,40 @@ def test_a_stop_token_ends_it_and_is_not_shown() -> None:
         n = tokens.index(tokens[3]) + 1
         assert generation.result(WAIT_S) == b.text.shown(tokens[: n - 1])
         assert generation.reason is Reason.STOP
+        assert generation.stats.stopped_by is None
         assert generation.tokens == tokens[:n]
+
+
+def test_hidden_tokens_have_text_where_they_are_to_be_shown() -> None:
+    with bench() as b:
+        tokens = b.expected(PROMPT, 6)
+        b.text.hidden = frozenset({tokens[1], tokens[3]})
+        sessions = [b.open(), b.open()]
+        hidden, shown = (
+            session.generate_async(PROMPT, greedy(shown_tokens=ids), max_tokens=6)
+            for session, ids in zip(sessions, (set(), {tokens[1]}), strict=True)
+        )
+        assert hidden.result(WAIT_S) == "".join(f"<{token}>" for token in tokens if token not in b.text.hidden)
+        assert shown.result(WAIT_S) == "".join(f"<{token}>" for token in tokens if token != tokens[3])
+        assert hidden.tokens == shown.tokens == tokens
+
+
+def test_a_stop_string_may_begin_and_end_in_shown_tokens() -> None:
+    with bench() as b:
+        tokens = b.expected(PROMPT, 6)
+        b.text.hidden = frozenset({tokens[1], tokens[3]})
+        stop = f"{tokens[1]}><{tokens[2]}><"
+        session = b.open()
+        generation = session.generate_async(PROMPT, greedy(shown_tokens=b.text.hidden, stop=[stop]), max_tokens=6)
+        assert generation.result(WAIT_S) == f"<{tokens[0]}><"
+        assert generation.reason is Reason.STOP
+        assert generation.tokens == tokens[:4]
+
+
+@pytest.mark.parametrize("bad", [{-1}, {"a"}, {True}, {1.5}, range(4097)])
+def test_shown_tokens_are_ids_of_tokens(bad: Any) -> None:
+    with pytest.raises(OptionError, match="shown"):
+        greedy(shown_tokens=bad)
 
 
 def test_an_end_token_ends_it_unless_it_is_to_be_ignored() -> None:
@@ -551,3 +585,27 @@ def test_another_thread_is_not_taken_for_the_engines_after_its_end() -> None:  #
             thread.join(WAIT_S)
         assert len(seen) == 20
         assert all(isinstance(error, ClosedError) for error in seen), seen
+
+
+def test_who_waits_for_the_end_is_not_woken_by_every_token_and_who_reads_is() -> None:
+    with bench() as b:
+        woken: list[int] = []
+        generation = b.open().generate_async(PROMPT, greedy(), max_tokens=6)
+        generation.wait(WAIT_S)
+        state = generation._state
+        notify = state._changed.notify_all
+        state._changed.notify_all = lambda: (woken.append(1), notify())[1]  # type: ignore[method-assign]
+        state.stats.reason = None  # as if it still ran
+        state.publish(Update(tokens=(1,), text="a"))
+        assert not woken
+        is_waiting = threading.Event()
+        wait = state._changed.wait
+        state._changed.wait = lambda timeout=None: (is_waiting.set(), wait(timeout))[1]  # type: ignore[method-assign]
+        reader = threading.Thread(target=state.wait, args=(len(state.updates), WAIT_S))
+        reader.start()
+        assert is_waiting.wait(WAIT_S)
+        state.publish(Update(tokens=(2,), text="b"))
+        reader.join(WAIT_S)
+        assert not reader.is_alive()
+        assert woken == [1]
+        state.stats.reason = Reason.LENGTH

@@ -8,7 +8,8 @@ from cell_walk import mask_of
 from numpy.typing import NDArray
 
 from ggml_engine.errors import CacheError
-from ggml_engine.pool.cells import CellCache, Placement
+from ggml_engine.pool.cells import CellCache
+from ggml_engine.pool.step import Placement
 from ggml_engine.pool.window import Window
 
 WINDOWS = (1, 3, 5, 0, Window(1, True), Window(4, True), Window(64, True), Window(67, True))

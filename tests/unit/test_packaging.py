@@ -18,7 +18,7 @@ pytestmark = pytest.mark.source_tree
 
 ROOT = Path(__file__).parents[2]
 LINKS = ("cli", "models", "pool")
-KERNEL = "ggml_engine/native/_cell_attention"
+COMPILED = ("ggml_engine/native/_cell_attention", "ggml_engine/native/_best_logits")
 KERNEL_SOURCES = {
     path.relative_to(ROOT).as_posix()
     for path in (ROOT / "ggml_engine" / "native").glob("*")  # none where the source tree is gone
@@ -50,11 +50,12 @@ def test_the_wheel_holds_only_the_package(archives: Path) -> None:
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"ggml_engine"}
     package = ROOT / "ggml_engine"
     sources = {path.relative_to(ROOT).as_posix() for path in package.rglob("*.py")}
-    compiled = {f"{KERNEL}{sysconfig.get_config_var('EXT_SUFFIX')}"} if has_compiler() else set()
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    compiled = {f"{name}{suffix}" for name in COMPILED} if has_compiler() else set()
     assert {name for name in names if name.startswith("ggml_engine/")} == sources | compiled | {
         "ggml_engine/py.typed",
         "ggml_engine/ggml/declarations.h",
-        f"{KERNEL}.pyi",
+        *(f"{name}.pyi" for name in COMPILED),
     }
     assert "ggml-engine = ggml_engine.cli.main:main" in entry_points
     assert "License-Expression: MIT" in metadata
@@ -69,7 +70,7 @@ def test_the_source_archive_can_run_its_tests_and_holds_no_link(archives: Path) 
     assert all(member.isfile() or member.isdir() for member in members)
     assert not {name for name in names if name.split("/")[0] in LINKS}
     assert {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "ggml_engine/ggml/declarations.h"} <= names
-    assert KERNEL_SOURCES | {"setup.py", f"{KERNEL}.pyi"} <= names
+    assert KERNEL_SOURCES | {"setup.py", *(f"{name}.pyi" for name in COMPILED)} <= names
     assert any(name.endswith(".inc") for name in KERNEL_SOURCES)
     tests = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")}
     assert tests <= names

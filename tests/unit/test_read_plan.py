@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cell_walk import mask_of
 
-from ggml_engine.pool.cells import CellCache, Placement
+from ggml_engine.pool.cells import CellCache
 from ggml_engine.pool.read_plan import (
     Comb,
     ReadGeometry,
@@ -18,6 +18,7 @@ from ggml_engine.pool.read_plan import (
     merge_stretches,
     plan_spans,
 )
+from ggml_engine.pool.step import Placement
 
 
 def extend(cache: CellCache, sequences: list[int], n: int = 1) -> Placement:

@@ -14,6 +14,7 @@ from ggml_engine.ggml.ops.attention import AttentionOps
 from ggml_engine.ggml.ops.candidates import CandidateOps
 from ggml_engine.ggml.ops.cells import CellOps
 from ggml_engine.ggml.ops.experts import ExpertOps
+from ggml_engine.ggml.ops.joint import JointOps
 from ggml_engine.ggml.ops.products import ProductOps
 from ggml_engine.ggml.ops.rope import ROPE_NEOX, ROPE_NORMAL, Rope, RopeOps
 from ggml_engine.ggml.ops.rows import RowOps
@@ -34,6 +35,6 @@ __all__ = [
 
 
 class GraphBuilder(
-    ArithmeticOps, ActivationOps, ProductOps, ExpertOps, RowOps, AttentionOps, CellOps, RopeOps, CandidateOps
+    ArithmeticOps, ActivationOps, ProductOps, JointOps, ExpertOps, RowOps, AttentionOps, CellOps, RopeOps, CandidateOps
 ):
     """Builds one graph. Every operation takes a name for its result, as a builder of llama.cpp names its nodes."""

@@ -44,7 +44,8 @@ class ArithmeticOps(GraphContext):
 
     def scale(self, a: Tensor, factor: float, name: str = "") -> Tensor:
         """a * factor."""
-        require(a.type == TensorType.F32 and a.is_contiguous, "scale", "f32 and contiguous is needed", a)
+        packed = a.is_contiguous and a.nb[2:] == (a.nb[1] * a.ne[1], a.nb[2] * a.ne[2])  # also where that is one row
+        require(a.type == TensorType.F32 and packed, "scale", "f32 and contiguous is needed", a)
         require(math.isfinite(factor), "scale", f"the factor must be finite, is {factor}")
         return self._named(self.base.ggml_scale(self._room("scale", a), a.ptr, factor), name)
 

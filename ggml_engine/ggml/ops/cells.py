@@ -11,6 +11,9 @@ from ggml_engine.ggml.ops.tensors import Tensor, require
 from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.ggml.threads import MAX_THREADS, default_threads
 
+# Floats in parts up to which the last thread adds them up: sooner done than all have waited for each other.
+_MOST_MERGED = 1 << 14
+
 _ALL_TASKS = -1  # GGML_N_TASKS_MAX: as many as there are threads
 
 
@@ -58,15 +61,18 @@ class CellOps(ShapeOps):
         n_head, n_tokens = q.ne[1:3]
         group = n_head // k.ne[2]
         n_queries = min(kernel.tokens_per_tile(group), n_tokens) * group
-        params = kernel_params(self.libraries, k.type, v.type, k.ne[2], scale, softcap, n_splits, n_threads, n_queries)
-        self.kept.append(params)
         d_v, n_rows = v.ne[0], n_head * n_tokens
+        merges = n_splits > 1 and d_v * n_rows * n_splits <= _MOST_MERGED
+        params = kernel_params(
+            self.libraries, k.type, v.type, k.ne[2], scale, softcap, n_splits, n_threads, n_queries, merges=merges
+        )
+        self.kept.append(params)
         scratch = kernel.scratch_floats(n_threads, n_queries, q.ne[0], d_v)
-        if n_splits == 1:
+        n_floats = scratch if n_splits == 1 else (d_v + 2) * n_rows * n_splits + scratch
+        if n_splits == 1 or merges:
             parts = [q, k, v, plan] if sinks is None else [q, k, v, plan, sinks]
-            held = self._custom(what, kernel.attend, (d_v * n_rows + scratch, 1, 1), parts, params, f"{name}.held")
+            held = self._custom(what, kernel.attend, (d_v * n_rows + n_floats, 1, 1), parts, params, f"{name}.held")
             return self.view(held, (d_v, n_head, n_tokens), (4 * d_v, 4 * d_v * n_head), 0, name)
-        n_floats = (d_v + 2) * n_rows * n_splits + scratch
         held = self._custom(what, kernel.attend, (n_floats, 1, 1), [q, k, v, plan], params, f"{name}.held")
         parts = [held] if sinks is None else [held, sinks]
         return self._custom(what, kernel.merge, (d_v, n_head, n_tokens), parts, params, name)

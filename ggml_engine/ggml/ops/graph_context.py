@@ -66,10 +66,12 @@ class GraphContext(TensorContext):
 
     # ---- inputs, outputs, order
 
-    def input(self, name: str, tensor_type: TensorType, *ne: int) -> Tensor:
-        """A tensor that is filled before every run."""
+    def input(self, name: str, tensor_type: TensorType, *ne: int, is_kept: bool = False) -> Tensor:
+        """A tensor that is filled before every run; if `is_kept`, once: else later results may lie in its memory."""
         tensor = self.new_tensor(name, tensor_type, *ne)
         self.base.ggml_set_input(tensor.ptr)
+        if is_kept:
+            self.base.ggml_set_output(tensor.ptr)  # which the allocator never gives away
         return tensor
 
     def output(self, tensor: Tensor, name: str) -> Tensor:

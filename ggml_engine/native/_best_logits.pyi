@@ -1,0 +1,3 @@
+from typing import Any
+
+def best(row: Any, n_tokens: int, n_best: int, /) -> tuple[bytes, bytes] | None: ...

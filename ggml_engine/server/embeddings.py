@@ -1,0 +1,87 @@
+"""POST /v1/embeddings, in OpenAI's form. Texts take turns with generations, one forward at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ggml_engine.control.embedding import Embedding
+from ggml_engine.models.pooling import choose_pooling
+from ggml_engine.server.errors import HttpProblem
+from ggml_engine.server.fields import Fields, read_fields
+from ggml_engine.server.guard import read_json
+from ggml_engine.server.hosting import HostedModel
+
+MAX_TEXTS: Final = 2048
+
+
+class Embeddings(Fields):
+    """What OpenAI's endpoint takes, but for `dimensions`: a cut embedding of a model not made for it means nothing."""
+
+    input: str | Annotated[list[Any], Field(min_length=1, max_length=MAX_TEXTS)]
+    model: str
+    encoding_format: Literal["float", "base64"] = "float"
+    user: str | None = None
+
+
+async def embeddings(request: Request) -> Response:
+    """One embedding of length 1 for each input."""
+    values = await read_json(request)
+    if values.get("dimensions", ...) is None:  # as some clients send what is not set
+        del values["dimensions"]
+    body = read_fields(Embeddings, values)
+    async with request.state.host.use(body.model) as model:
+        texts = await asyncio.to_thread(_encoded, model, _inputs(body.input))
+        n_tokens = sum(int(ids.size) for ids in texts)
+        rows = await _computed(model, texts)
+    request.state.metrics.on_tokens(model.name, prompt=n_tokens)
+    shown = [_base64(row) if body.encoding_format == "base64" else row.tolist() for row in rows]
+    data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(shown)]
+    usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+    return JSONResponse({"object": "list", "data": data, "model": model.name, "usage": usage})
+
+
+def _inputs(value: str | list[Any]) -> list[str | list[int]]:
+    if isinstance(value, str):
+        return [value]
+    if all(isinstance(part, str) for part in value):
+        return list(value)
+    if all(type(part) is int for part in value):
+        return [value]
+    if all(isinstance(part, list) and part and all(type(token) is int for token in part) for part in value):
+        return list(value)
+    raise HttpProblem(400, "invalid_value", "input is a text, texts, ids of tokens, or lists of those", "input")
+
+
+def _encoded(model: HostedModel, inputs: list[str | list[int]]) -> list[Any]:
+    vocabulary = model.engine.vocabulary
+    return [
+        vocabulary.encode(text, add_special=True, parse_special=False)
+        if isinstance(text, str)
+        else vocabulary.check_tokens(text)
+        for text in inputs
+    ]
+
+
+async def _computed(model: HostedModel, texts: list[Any]) -> Any:
+    """The rows, f32 [texts, n_embd]; a request that ends before leaves no cell behind."""
+    engine = model.engine
+    work = Embedding(texts, choose_pooling(engine.file, "auto"))
+    work.check_length(engine.executor.max_positions)
+    runner = engine.runner()
+    try:
+        while await runner.compute_async(work.step):
+            pass
+    except BaseException:
+        runner.compute_async(work.abandon)
+        raise
+    return work.result()
+
+
+def _base64(row: Any) -> str:
+    return base64.b64encode(row.astype("<f4").tobytes()).decode("ascii")

@@ -1,0 +1,307 @@
+"""`ModelHost`: the models of a server. Loaded when they are asked for, within a budget of memory, unloaded when idle.
+
+A model is loaded once however many ask for it, in a worker thread; a load that nobody waits for any more is cancelled.
+A model in use, or waited for, is never unloaded. All state belongs to the event loop's thread; what takes long runs in
+threads of the host's own. Does not know how a model is loaded: that is `Loader`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, TypeVar
+
+from starlette.requests import Request
+
+from ggml_engine.errors import CancelledError, EngineError, OptionError
+from ggml_engine.server.errors import HttpProblem
+from ggml_engine.server.logs import log, log_bug
+
+CLOSE_S: Final = 2.0  # for one model to end its work
+_RETRY_S: Final = 5.0
+
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False)
+class HostedModel:
+    """A loaded model: `engine` is an `Engine`, `runtime` the `ServingRuntime` over its runner.
+
+    `facts` holds what others derive from it once, by name. `close` ends it and says whether all was freed.
+    """
+
+    name: str
+    engine: Any
+    runtime: Any
+    close: Callable[[float], bool]
+    created: int = field(default_factory=lambda: int(time.time()))
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def fact(self, name: str, make: Callable[[], Result]) -> Result:
+        """`make()`, called once for this model."""
+        if name not in self.facts:
+            self.facts[name] = make()
+        found: Result = self.facts[name]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Bytes that a loaded model may come to: its weights, and the K/V of a full cache."""
+
+    weights: int
+    kv: int
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.weights + self.kv
+
+    def __str__(self) -> str:
+        return f"{gib(self.total)} ({gib(self.weights)} of weights, {gib(self.kv)} of K/V)"
+
+
+class Loader(Protocol):
+    """How a model is measured and loaded; both are called in worker threads."""
+
+    def measure(self, path: str) -> ModelSize:
+        """What it may take. Raises EngineError."""
+
+    def load(self, name: str, path: str, cancel: Callable[[], bool]) -> HostedModel:
+        """Load it; `cancel` is asked now and then. Raises EngineError."""
+
+
+def gib(n_bytes: int) -> str:
+    """Bytes for a person."""
+    return f"{n_bytes / (1 << 30):.2f} GiB"
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A name, and what there is of its model."""
+
+    name: str
+    path: str
+    model: HostedModel | None = None
+    loading: asyncio.Task[None] | None = None
+    closing: asyncio.Task[bool] | None = None
+    cancel: threading.Event = field(default_factory=threading.Event)
+    n_users: int = 0
+    n_bytes: int = 0  # reserved from the beginning of a load to the end of the unloading
+    last_used: float = 0.0
+
+
+class ModelHost:
+    """See the module. `budget` None is no bound; `idle_s` None keeps models until another needs their room."""
+
+    def __init__(
+        self,
+        models: Sequence[tuple[str, str]],
+        loader: Loader,
+        *,
+        budget: int | None = None,
+        idle_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._slots = {name: _Slot(name, path) for name, path in models}
+        self._loader = loader
+        self._budget = budget
+        self._idle_s = idle_s
+        self._clock = clock
+        self._admission = asyncio.Lock()
+        self._threads = ThreadPoolExecutor(len(self._slots) + 2, "ggml-engine-models")
+        self._is_closed = False
+        self.n_loads = 0
+
+    @property
+    def names(self) -> list[str]:
+        """All models, the default one first."""
+        return list(self._slots)
+
+    @property
+    def default(self) -> str:
+        """The model of a request that names none."""
+        return next(iter(self._slots))
+
+    def loaded(self) -> list[HostedModel]:
+        """Those that are loaded now."""
+        return [slot.model for slot in self._slots.values() if slot.model is not None]
+
+    def is_loading(self, name: str) -> bool:
+        """Whether it is being loaded."""
+        slot = self._slots[name]
+        return slot.model is None and slot.loading is not None
+
+    def check_sizes(self) -> None:
+        """Raise OptionError for a model that the budget can never hold, with its sizes. Reads files."""
+        if self._budget is None:
+            return
+        for slot in self._slots.values():
+            size = self._loader.measure(slot.path)
+            if size.total > self._budget:
+                raise OptionError(
+                    f"memory_budget={self._budget} ({gib(self._budget)}) cannot hold the model {slot.name!r}, which "
+                    f"takes {size}; a smaller ctx takes less K/V"
+                )
+
+    @asynccontextmanager
+    async def use(self, name: str | None = None) -> AsyncIterator[HostedModel]:
+        """The model of a name, loaded where it is not, and kept while the block runs. Raises HttpProblem."""
+        slot = self._slots.get(self.default if name is None else name)
+        if slot is None:
+            raise HttpProblem(
+                404, "model_not_found", f"there is no model {name!r:.140}; /v1/models lists those there are", "model"
+            )
+        slot.n_users += 1
+        try:
+            yield await self._ready(slot)
+        finally:
+            slot.n_users -= 1
+            slot.last_used = self._clock()
+            if not slot.n_users and slot.loading is not None:
+                slot.cancel.set()  # nobody waits for it any more
+
+    # ---- loading
+
+    async def _ready(self, slot: _Slot) -> HostedModel:
+        while slot.model is None:
+            if self._is_closed:
+                raise HttpProblem(503, "shutting_down", "the server is shutting down")
+            if slot.loading is None:
+                slot.cancel = threading.Event()
+                slot.loading = asyncio.create_task(self._load(slot))
+            task, was_cancelled = slot.loading, slot.cancel.is_set()
+            if was_cancelled:  # by those who waited before; it ends, and begins anew
+                await asyncio.wait({task})
+            else:
+                await asyncio.shield(task)
+        return slot.model
+
+    async def _load(self, slot: _Slot) -> None:
+        try:
+            await self._admit(slot)
+            try:
+                log.info("loading the model %s", slot.name)
+                slot.model = await self.in_thread(lambda: self._loader.load(slot.name, slot.path, slot.cancel.is_set))
+                self.n_loads += 1
+                slot.last_used = self._clock()
+            except BaseException:
+                slot.n_bytes = 0
+                raise
+        except CancelledError as error:
+            raise HttpProblem(
+                503, "load_cancelled", "the loading of the model was cancelled", retry_after_s=1
+            ) from error
+        except HttpProblem:
+            raise
+        except (EngineError, OSError, MemoryError) as error:
+            log.error("the model %s cannot be loaded: %s", slot.name, error)
+            raise HttpProblem(
+                500, "model_load_failed", f"the model {slot.name!r} could not be loaded; the server's log says why"
+            ) from error
+        except Exception as error:
+            log_bug(error, f"the loading of {slot.name} failed")
+            raise
+        finally:
+            slot.loading = None
+
+    async def _admit(self, slot: _Slot) -> None:
+        """Reserve what the model may take, unloading idle ones, least recently used first. Raises HttpProblem."""
+        async with self._admission:
+            if slot.closing is not None:
+                await asyncio.wait({slot.closing})
+            if self._budget is None:
+                return
+            size = await self.in_thread(lambda: self._loader.measure(slot.path))
+            if size.total > self._budget:
+                raise HttpProblem(
+                    400,
+                    "model_too_large",
+                    f"the model {slot.name!r} takes {size}, the memory budget is {gib(self._budget)}",
+                    "model",
+                )
+            while sum(other.n_bytes for other in self._slots.values()) + size.total > self._budget:
+                idle = [other for other in self._slots.values() if other.model is not None and not other.n_users]
+                if not idle:
+                    raise HttpProblem(
+                        503,
+                        "model_busy",
+                        f"the model {slot.name!r} takes {size}, and models in use leave too little of the "
+                        f"memory budget of {gib(self._budget)}",
+                        retry_after_s=_RETRY_S,
+                    )
+                await self._unload(min(idle, key=lambda other: other.last_used))
+            slot.n_bytes = size.total
+
+    # ---- unloading
+
+    async def _unload(self, slot: _Slot) -> None:
+        model, slot.model = slot.model, None
+        if model is not None:
+            log.info("unloading the model %s", slot.name)
+            slot.closing = asyncio.create_task(self._close(slot, model))
+            await asyncio.shield(slot.closing)
+
+    async def _close(self, slot: _Slot, model: HostedModel, timeout: float = CLOSE_S) -> bool:
+        try:
+            return await self.in_thread(lambda: model.close(timeout))
+        finally:
+            slot.n_bytes = 0
+            slot.closing = None
+
+    async def unload_idle(self) -> None:
+        """Unload what nobody has used for `idle_s`."""
+        if self._idle_s is None:
+            return
+        now = self._clock()
+        for slot in self._slots.values():
+            if slot.model is not None and not slot.n_users and now - slot.last_used >= self._idle_s:
+                await self._unload(slot)
+
+    async def watch_idle(self) -> None:
+        """Call `unload_idle` from time to time, for ever."""
+        while self._idle_s is not None:
+            await asyncio.sleep(min(5.0, self._idle_s / 4))
+            try:
+                await self.unload_idle()
+            except EngineError as error:
+                log.error("a model could not be unloaded: %s", error)
+
+    async def close(self, timeout: float = CLOSE_S) -> bool:
+        """End everything; False when something still runs after `timeout` seconds."""
+        self._is_closed = True
+        tasks: set[asyncio.Future[Any]] = set()
+        for slot in self._slots.values():
+            slot.cancel.set()
+            if slot.loading is not None:
+                tasks.add(slot.loading)
+            if slot.closing is not None:
+                tasks.add(slot.closing)
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout / 2)
+        closings = []
+        for slot in self._slots.values():
+            model, slot.model = slot.model, None
+            if model is not None:
+                closings.append(asyncio.create_task(self._close(slot, model, timeout)))
+        if closings:
+            await asyncio.wait(closings, timeout=timeout)
+        is_whole = all(task.done() for task in tasks) and all(task.done() and task.result() for task in closings)
+        self._threads.shutdown(wait=False)
+        return is_whole
+
+    async def in_thread(self, function: Callable[[], Result]) -> Result:
+        """Call a function that may take long."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+
+async def use_model(request: Request, name: str | None = None) -> HostedModel:
+    """`ModelHost.use` until the response of a request has been sent, its stream included."""
+    host: ModelHost = request.state.host
+    model: HostedModel = await request.state.stack.enter_async_context(host.use(name))
+    return model

@@ -1,0 +1,196 @@
+"""`Server`: listens, serves until a signal or a failed start, and ends in less than five seconds.
+
+The order of the end: no new connections and requests; a short time for what runs; then streams end with an error event,
+what has not begun to answer answers 503; then the models are closed. A second Ctrl-C ends the process at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Final
+
+import uvicorn
+
+from ggml_engine.errors import OptionError
+from ggml_engine.server.app import create_app
+from ggml_engine.server.hosting import Loader, ModelHost
+from ggml_engine.server.lifecycle import Lifecycle
+from ggml_engine.server.logs import log
+from ggml_engine.server.options import ServeOptions
+from ggml_engine.server.transport import Acceptor, ConnectionLimits, Room, ServerProtocol, raise_file_limit
+
+INTERRUPTED: Final = 130
+_STREAMS_END_S: Final = 0.5
+_REQUESTS_END_S: Final = 0.5
+_MODELS_END_S: Final = 1.2
+_BACKLOG: Final = 2048
+
+OnListening = Callable[[str], object]
+
+
+class Server(uvicorn.Server):
+    """See the module. `on_listening` is told the address when requests are taken.
+
+    Raises OptionError for options that cannot be, and OSError where the address cannot be had.
+    """
+
+    def __init__(
+        self, options: ServeOptions, *, loader: Loader | None = None, on_listening: OnListening = lambda _url: None
+    ) -> None:
+        self._options = options.server
+        app = create_app(options, loader=loader, on_failed_start=self._fail)
+        self._host: ModelHost = app.state.host
+        self._lifecycle: Lifecycle = app.state.lifecycle
+        self._on_listening = on_listening
+        self._failure: BaseException | None = None
+        self.is_whole = True  # whether everything ended
+        self._host.check_sizes()
+        self._listening = listen(self._options.host, self._options.port)
+        # its own lines repeat ours, or quote what a caller sent
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        config = uvicorn.Config(
+            app,
+            loop="asyncio",
+            http=ServerProtocol,
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=self._options.keep_alive_s,  # type: ignore[arg-type]  # seconds for call_later
+        )
+        super().__init__(config)
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host, port = self._listening[0].getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def serve_until_told(self) -> None:
+        """Serve; returns after the end, and raises what the first model could not be loaded for."""
+        asyncio.run(self.serve())
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """End as after a first Ctrl-C; on any thread."""
+        self.should_exit = True
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        self.should_exit = True
+
+    # ---- uvicorn's steps
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
+        """Start the application, then accept connections."""
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            raise OptionError("the application did not start; its log says why")
+        room_for = raise_file_limit(self._options.max_connections)
+        limits = ConnectionLimits(self._options.header_timeout_s, self._options.write_timeout_s, room_for)
+        room = Room(limits.max_connections)
+
+        def make_protocol() -> ServerProtocol:
+            return ServerProtocol(self.config, self.server_state, self.lifespan.state, limits, room.leave)
+
+        self.servers = [Acceptor(each, make_protocol, room) for each in self._listening]  # type: ignore[misc]
+        self.started = True
+        self._on_listening(self.url)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
+        """The end, in the order that the module says."""
+        log.info("shutting down")
+        self._lifecycle.close()
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        if not await self._lifecycle.drain(self._options.shutdown_grace_s):
+            self._lifecycle.end_streams()
+            if not await self._lifecycle.drain(_STREAMS_END_S):
+                self._lifecycle.end_all()
+                await self._lifecycle.drain(_REQUESTS_END_S)
+        await self._end_connections()
+        await self.lifespan.shutdown()
+        self.is_whole = await self._host.close(_MODELS_END_S)
+        for server in self.servers:
+            await server.wait_closed()
+
+    async def _end_connections(self) -> None:
+        tasks = set(self.server_state.tasks)
+        if tasks:  # those that were ended still write their answers
+            await asyncio.wait(tasks, timeout=_REQUESTS_END_S)
+        for connection in list(self.server_state.connections):
+            if connection.transport.get_write_buffer_size():
+                await asyncio.sleep(0.05)
+            connection.transport.abort()
+        left = {task for task in tasks if not task.done()}
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=_REQUESTS_END_S)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The first SIGINT or SIGTERM ends the server, with exit code 0; a second one ends the process at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        handled = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self.handle_exit) for number in handled}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """A signal came."""
+        if self.should_exit:
+            leave(INTERRUPTED)
+        self.should_exit = True
+
+
+def leave(code: int) -> None:
+    """End the process at once, whatever its threads do."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen at every address of `host`; at the first one alone where the system chooses the port.
+
+    Raises OSError.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    sockets: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in dict.fromkeys(found[:1] if port == 0 else found):
+            made = socket.socket(family, kind, protocol)
+            sockets.append(made)
+            if os.name == "posix":
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            made.setblocking(False)
+            made.bind(address)
+            made.listen(_BACKLOG)
+    except OSError as error:
+        for made in sockets:
+            made.close()
+        raise OSError(error.errno, f"cannot listen at {host} port {port}: {os.strerror(error.errno or 0)}") from error
+    return sockets

@@ -1,0 +1,201 @@
+"""/v1/sessions: the named sessions of a caller, forked, rewound, saved, loaded and closed.
+
+What one key names, another cannot see. Saved sessions lie in directories of their key and model below the option
+`session_directory`, and take no more than `session_quota` bytes together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ggml_engine.control.saved_names import SUFFIX, names_in, path_of
+from ggml_engine.server.errors import HttpProblem
+from ggml_engine.server.fields import Fields, read_fields
+from ggml_engine.server.guard import read_json
+from ggml_engine.server.hosting import HostedModel, gib
+
+SESSION_NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}", re.ASCII)
+_WAIT_S: Final = 30.0
+_HEADER_BYTES: Final = 1 << 16  # of a saved file, beside its K/V
+
+
+class Fork(Fields):
+    """A new name, and how many tokens it shares (None: all)."""
+
+    name: str
+    at: int | None = Field(None, ge=1)
+    model: str | None = None
+
+
+class Rewind(Fields):
+    """The position to go back to."""
+
+    to: int = Field(ge=1)
+    model: str | None = None
+
+
+class Stored(Fields):
+    """The name of the file; by default that of the session."""
+
+    file: str | None = None
+    model: str | None = None
+
+
+def checked_name(name: str, param: str = "name") -> str:
+    """A session's name. Raises HttpProblem 400 for what is none."""
+    if not SESSION_NAME.fullmatch(name):
+        raise HttpProblem(
+            400,
+            "session_name",
+            "a session's name is 1 to 128 of A-Z, a-z, 0-9, '.', '_' and '-', and does not begin with a dot",
+            param,
+        )
+    return name
+
+
+def _shown(model: HostedModel, info: Any) -> dict[str, Any]:
+    return {
+        "id": info.name,
+        "object": "session",
+        "model": model.name,
+        "position": info.position,
+        "busy": info.is_busy,
+    }
+
+
+async def list_sessions(request: Request) -> Response:
+    """Those of a model that is loaded (`?model=`, by default the first), and the names that are saved."""
+    host, partition = request.state.host, request.state.partition
+    name = request.query_params.get("model", host.default)
+    if name not in host.names:
+        raise HttpProblem(404, "model_not_found", f"there is no model {name!r:.140}", "model")
+    found = []
+    for model in host.loaded():
+        if model.name == name:
+            found = [_shown(model, info) for info in model.runtime.sessions(partition)]
+    saved = []
+    if request.state.options.session_directory is not None:
+        saved = await host.in_thread(lambda: names_in(_directory(request, name)))
+    return JSONResponse({"object": "list", "data": found, "saved": saved})
+
+
+async def fork(request: Request) -> Response:
+    """A further session that shares the first tokens of this one, which may be in use."""
+    source = checked_name(request.path_params["name"])
+    body = read_fields(Fork, await read_json(request))
+    new = checked_name(body.name)
+    async with request.state.host.use(body.model) as model:
+        info = await request.state.host.in_thread(
+            lambda: model.runtime.fork(request.state.partition, source, new, body.at, timeout=_WAIT_S)
+        )
+    return JSONResponse(_shown(model, info))
+
+
+async def rewind(request: Request) -> Response:
+    """Go back to a position."""
+    name = checked_name(request.path_params["name"])
+    body = read_fields(Rewind, await read_json(request))
+    async with request.state.host.use(body.model) as model:
+        info = await request.state.host.in_thread(
+            lambda: model.runtime.rewind(request.state.partition, name, body.to, timeout=_WAIT_S)
+        )
+    return JSONResponse(_shown(model, info))
+
+
+async def save(request: Request) -> Response:
+    """Write it to a file."""
+    name = checked_name(request.path_params["name"])
+    body = read_fields(Stored, await read_json(request))
+    file = name if body.file is None else body.file
+    async with request.state.host.use(body.model) as model:
+        directory = _directory(request, model.name)
+        path = path_of(directory, file)  # before anything is measured
+        async with request.state.saving:  # so that two cannot both find room for one
+            await request.state.host.in_thread(lambda: _save(request, model, name, directory, file, path))
+    return JSONResponse({"id": name, "object": "session.saved", "file": file, "model": model.name})
+
+
+def _save(request: Request, model: HostedModel, name: str, directory: Path, file: str, path: Path) -> None:
+    partition = request.state.partition
+    positions = [info.position for info in model.runtime.sessions(partition) if info.name == name]
+    needed = (positions[0] if positions else 0) * model.engine.executor.bytes_per_cell + _HEADER_BYTES
+    taken = saved_bytes(request.state.options.session_directory) - (path.stat().st_size if path.exists() else 0)
+    quota = request.state.options.session_quota
+    if taken + needed > quota:
+        raise HttpProblem(
+            507,
+            "session_quota",
+            f"the session takes about {gib(needed)}, {gib(max(0, quota - taken))} of session_quota are left",
+        )
+    model.runtime.save(partition, name, directory, file, timeout=_WAIT_S)
+
+
+async def load(request: Request) -> Response:
+    """Make what was saved a session of this name, in the place of an idle one."""
+    name = checked_name(request.path_params["name"])
+    body = read_fields(Stored, await read_json(request))
+    file = name if body.file is None else body.file
+    async with request.state.host.use(body.model) as model:
+        directory = _directory(request, model.name)
+        path_of(directory, file)
+        info = await request.state.host.in_thread(
+            lambda: model.runtime.load(request.state.partition, name, directory, file, timeout=_WAIT_S)
+        )
+    return JSONResponse(_shown(model, info))
+
+
+async def delete(request: Request) -> Response:
+    """Close it; its request is cancelled. Its file, if there is one, goes with `?saved=true` instead."""
+    name = checked_name(request.path_params["name"])
+    async with request.state.host.use(request.query_params.get("model")) as model:
+        if request.query_params.get("saved") == "true":
+            path = path_of(_directory(request, model.name), name)
+            try:
+                await request.state.host.in_thread(path.unlink)
+            except FileNotFoundError:
+                raise HttpProblem(404, "saved_state_missing", f"nothing is saved as {name!r}") from None
+        else:
+            model.runtime.close_session(request.state.partition, name)
+    return JSONResponse({"id": name, "object": "session.deleted", "deleted": True})
+
+
+def _directory(request: Request, model: str) -> Path:
+    """Where the caller's sessions of a model are saved."""
+    base = request.state.options.session_directory
+    if base is None:
+        raise HttpProblem(400, "no_session_directory", "sessions cannot be saved: the server has no session_directory")
+    found = Path(base) / (request.state.partition or "shared") / hashlib.sha256(model.encode()).hexdigest()[:16]
+    if found.is_symlink() or found.parent.is_symlink():
+        raise HttpProblem(500, "session_directory", "a directory of saved sessions is a link")
+    return found
+
+
+def saved_bytes(directory: str | os.PathLike[str]) -> int:
+    """What all saved sessions take, those that are being written included."""
+    total = 0
+    for base, _, files in os.walk(directory):
+        for file in files:
+            if SUFFIX in file:
+                total += os.lstat(os.path.join(base, file)).st_size
+    return total
+
+
+def routes() -> list[Route]:
+    """All of them."""
+    return [
+        Route("/v1/sessions", list_sessions, methods=["GET"]),
+        Route("/v1/sessions/{name}", delete, methods=["DELETE"]),
+        *(
+            Route(f"/v1/sessions/{{name}}/{what.__name__}", what, methods=["POST"])
+            for what in (fork, rewind, save, load)
+        ),
+    ]

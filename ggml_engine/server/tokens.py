@@ -1,0 +1,82 @@
+"""POST /tokenize and POST /detokenize, in the forms of llama.cpp's server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ggml_engine.server.fields import Fields, read_fields
+from ggml_engine.server.guard import read_json
+
+
+class Tokenize(Fields):
+    """A text, and how it is read."""
+
+    content: str
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+    model: str | None = None
+
+
+class Detokenize(Fields):
+    """Ids of tokens."""
+
+    tokens: list[int] = Field(max_length=1 << 20)
+    model: str | None = None
+
+
+async def tokenize(request: Request) -> Response:
+    """`{"tokens": [id, ...]}`, or with pieces `[{"id", "piece"}]`; a piece that is no UTF-8 is a list of its bytes."""
+    body = read_fields(Tokenize, await read_json(request))
+    async with request.state.host.use(body.model) as model:
+        return JSONResponse({"tokens": await asyncio.to_thread(_tokenized, model.engine.vocabulary, body)})
+
+
+def _tokenized(vocabulary: Any, body: Tokenize) -> list[Any]:
+    ids = vocabulary.encode(body.content, add_special=body.add_special, parse_special=body.parse_special).tolist()
+    if not body.with_pieces:
+        return list(ids)
+    names = _control_texts(vocabulary)
+    return [{"id": token, "piece": _piece(vocabulary, names, token)} for token in ids]
+
+
+def _piece(vocabulary: Any, names: dict[int, str], token: int) -> str | list[int]:
+    if token in names:
+        return names[token]
+    piece: bytes = vocabulary.piece(token)
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(piece)
+
+
+async def detokenize(request: Request) -> Response:
+    """`{"content": text}`; control tokens are spelled out, as `tokenize` reads them."""
+    body = read_fields(Detokenize, await read_json(request))
+    async with request.state.host.use(body.model) as model:
+        return JSONResponse({"content": await asyncio.to_thread(_text, model.engine.vocabulary, body.tokens)})
+
+
+def _text(vocabulary: Any, tokens: Sequence[int]) -> str:
+    ids = vocabulary.check_tokens(tokens).tolist()
+    names = _control_texts(vocabulary)
+    parts: list[str] = []
+    run: list[int] = []
+    for token in ids:
+        if token not in names:
+            run.append(token)
+            continue
+        parts += [vocabulary.decode(run, continues=bool(parts)), names[token]]
+        run = []
+    parts.append(vocabulary.decode(run, continues=bool(parts)))
+    return "".join(parts)
+
+
+def _control_texts(vocabulary: Any) -> dict[int, str]:
+    return {token: text for text, token in vocabulary.special_tokens.items()}
