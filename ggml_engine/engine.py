@@ -1,7 +1,7 @@
 """`Engine`: load a model, generate text and embed it, in a few lines.
 
 The front door of the package: puts together file, weights, vocabulary, executor and chat template. What the vocabulary
-does not need is imported while libllama parses it (`ggml_engine.loading`, numpy): that hides some tens of milliseconds.
+does not need is imported while libllama parses it (`ggml_engine.loading`): that hides some tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ggml_engine.errors import (
 )
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.llama_architectures import is_encoder
-from ggml_engine.ggml.vocab_parsing import PendingVocabulary
+from ggml_engine.ggml.vocab import PendingVocabulary, Vocabulary
 from ggml_engine.known_models import find_model
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from ggml_engine.control.runner import Adapters, Runner
     from ggml_engine.control.session import Session
     from ggml_engine.executor.executor import GgmlExecutor
-    from ggml_engine.ggml.vocab import Vocabulary
     from ggml_engine.loading import EngineKind, LoadedExecutor
     from ggml_engine.models.adapter import Adapter
     from ggml_engine.models.attention import AttentionOption
@@ -131,8 +130,7 @@ class Engine:
             # parsing the vocabulary takes longest and needs no lock of Python's: all else is done beside it
             pending = PendingVocabulary(file)
             undo.callback(pending.wait)
-            from ggml_engine.ggml.vocab import Vocabulary  # noqa: PLC0415  # beside the parsing, as all of these
-            from ggml_engine.loading import load_executor  # noqa: PLC0415
+            from ggml_engine.loading import load_executor  # noqa: PLC0415  # beside the parsing, see above
 
             loaded = load_executor(
                 file,
@@ -160,7 +158,7 @@ class Engine:
                 undo.callback(adapter.free)
             undo.callback(loaded.executor.close_all)
             import_module("ggml_engine.control.runner")  # the first generation needs it, and here it costs nothing
-            opened = cls(file, Vocabulary(*pending.result()), loaded)
+            opened = cls(file, pending.result(), loaded)
             undo.pop_all()
         return opened
 

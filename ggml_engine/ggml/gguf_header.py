@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from ggml_engine.errors import GGUFError
 from ggml_engine.ggml.gguf_magic import describe_head
-from ggml_engine.ggml.gguf_metadata import GGUFArray, GGUFType, Metadata, TextPlace
+from ggml_engine.ggml.gguf_metadata import NUMPY_TYPES, GGUFArray, GGUFType, Metadata, TextPlace
 from ggml_engine.ggml.tensor_types import TYPES_BY_NUMBER, TensorType, describe_refusal
 
 if TYPE_CHECKING:
@@ -53,8 +53,6 @@ _SCALARS: Final = {
     GGUFType.INT64: struct.Struct("<q"),
     GGUFType.FLOAT64: struct.Struct("<d"),
 }
-# What an element of an array takes, of a text its length.
-_LEAST_BYTES: Final = {GGUFType.BOOL: 1, GGUFType.STRING: 8, **{kind: scalar.size for kind, scalar in _SCALARS.items()}}
 _TYPES: Final = {int(member): member for member in GGUFType}
 _BOOL_PIECE: Final = 1 << 20
 
@@ -243,7 +241,7 @@ def _read_array(cursor: _Cursor, key: str) -> GGUFArray:
         raise cursor.error("nested-array", key, "is an array of arrays", at)
     at = cursor.position
     n = cursor.u64(key)
-    element_bytes = _LEAST_BYTES[kind]
+    element_bytes = 8 if kind is GGUFType.STRING else NUMPY_TYPES[kind].itemsize
     room = cursor.size - cursor.position
     if n * element_bytes > room:
         reason = f"{n} elements of {kind.name} cannot fit in the {room} bytes that are left"

@@ -5,16 +5,16 @@ Text and arrays are only located when a file is opened, and decoded when they ar
 They read from the file's memory, so after it was closed they raise ClosedError; scalars stay.
 
 Knows no key: what a value must be, and what it means, is for the reader of that key. The typed getters of `Metadata`
-tell a missing value from one of a wrong type. Only `GGUFArray.numpy` needs numpy: a vocabulary goes to libllama before
-that is imported.
+tell a missing value from one of a wrong type.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
-from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
 
 from ggml_engine.errors import HyperparameterError
 
@@ -66,19 +66,19 @@ _INTEGERS: Final = frozenset(
     }
 )
 
-# The little-endian element type of arrays of numbers, as numpy calls it.
-_NUMPY_TYPES: Final = {
-    GGUFType.UINT8: "u1",
-    GGUFType.INT8: "i1",
-    GGUFType.UINT16: "<u2",
-    GGUFType.INT16: "<i2",
-    GGUFType.UINT32: "<u4",
-    GGUFType.INT32: "<i4",
-    GGUFType.FLOAT32: "<f4",
-    GGUFType.BOOL: "?",
-    GGUFType.UINT64: "<u8",
-    GGUFType.INT64: "<i8",
-    GGUFType.FLOAT64: "<f8",
+# The little-endian element type of arrays of numbers.
+NUMPY_TYPES: Final[dict[GGUFType, np.dtype[Any]]] = {
+    GGUFType.UINT8: np.dtype("u1"),
+    GGUFType.INT8: np.dtype("i1"),
+    GGUFType.UINT16: np.dtype("<u2"),
+    GGUFType.INT16: np.dtype("<i2"),
+    GGUFType.UINT32: np.dtype("<u4"),
+    GGUFType.INT32: np.dtype("<i4"),
+    GGUFType.FLOAT32: np.dtype("<f4"),
+    GGUFType.BOOL: np.dtype("?"),
+    GGUFType.UINT64: np.dtype("<u8"),
+    GGUFType.INT64: np.dtype("<i8"),
+    GGUFType.FLOAT64: np.dtype("<f8"),
 }
 
 
@@ -114,27 +114,24 @@ class GGUFArray:
         """
         if self.kind is GGUFType.STRING:
             raise TypeError("an array of strings has no numbers; use strings() or text()")
-        import numpy as np  # noqa: PLC0415  # slow to import, and libllama may parse a vocabulary meanwhile
-
-        if not self._n:
-            empty = np.empty(0, _NUMPY_TYPES[self.kind])
-            empty.flags.writeable = False
-            return empty
-        return np.frombuffer(self.data, _NUMPY_TYPES[self.kind])
-
-    @property
-    def data(self) -> memoryview:
-        """The array as it is in the file, read-only: its numbers, or its strings, each behind its length of 8 bytes."""
-        return self._source.view[self.offset : self._end]
+        dtype = NUMPY_TYPES[self.kind]
+        window = self._source.view[self.offset : self._end]
+        return np.frombuffer(window, dtype) if self._n else _read_only_empty(dtype)
 
     def strings(self) -> list[bytes]:
         """All strings as they are in the file; TypeError for an array of numbers."""
+        starts, ends = self.bounds()
+        region = self._source.memory[self.offset : self._end]
+        first, last = starts - self.offset, ends - self.offset
+        return [region[begin:end] for begin, end in zip(first.tolist(), last.tolist(), strict=True)]
+
+    def bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where each string begins and ends in the file, i64 [len] each; TypeError for an array of numbers."""
         starts = self._text_starts()
-        memory = self._source.memory
-        found = [memory[begin : after - 8] for begin, after in zip(starts, islice(starts, 1, None), strict=False)]
-        if self._n:
-            found.append(memory[starts[-1] : self._end])
-        return found
+        if not self._n:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        first = np.frombuffer(starts, f"u{starts.itemsize}").astype(np.int64)
+        return first, np.append(first[1:] - 8, self._end)
 
     def raw(self, index: int) -> bytes:
         """String `index` as it is in the file; IndexError outside 0 to len - 1."""
@@ -152,6 +149,12 @@ class GGUFArray:
         if self._starts is None:
             raise TypeError(f"an array of {self.kind.name} has no strings; use numpy()")
         return self._starts
+
+
+def _read_only_empty(dtype: np.dtype[Any]) -> NDArray[Any]:
+    result = np.empty(0, dtype)
+    result.flags.writeable = False
+    return result
 
 
 GGUFValue: TypeAlias = int | float | bool | str | GGUFArray

@@ -10,7 +10,11 @@ A vocabulary does not change after `load`: all threads may use it at once. Its m
 from __future__ import annotations
 
 import codecs
+import contextlib
+import os
 import re
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -18,10 +22,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ggml_engine.errors import InputError, NativeError
+from ggml_engine.errors import InputError, NativeError, VocabularyError
 from ggml_engine.ggml.library import ffi, load
-from ggml_engine.ggml.vocab_parsing import PendingVocabulary
-from ggml_engine.ggml.vocab_tables import CONTROL, UNKNOWN, USER_DEFINED, Tables
+from ggml_engine.ggml.vocab_tables import CONTROL, UNKNOWN, USER_DEFINED, Tables, log, read_tables
 
 if TYPE_CHECKING:
     from ggml_engine.ggml.gguf import GGUFFile
@@ -67,7 +70,7 @@ class Vocabulary:
         self.n_rows: Final = tables.n_rows
         self.tokenizer: Final = tables.tokenizer
         self.warnings: Final = tables.warnings
-        self._types = np.frombuffer(tables.types, np.uint8)
+        self._types = tables.types
         self._pieces = tables.pieces
         self._met = dict(tables.pieces)  # pieces of tokens that were asked for, too
         self._texts = {token: tables.texts[token] for token in tables.pieces}
@@ -96,7 +99,7 @@ class Vocabulary:
         About 0.35 s for 262,144 tokens, most of it inside libllama; `PendingVocabulary` lets that run beside other
         work. VocabularyError when the tables are unusable; repaired faults are `warnings`.
         """
-        return cls(*PendingVocabulary(file).result())
+        return PendingVocabulary(file).result()
 
     def __repr__(self) -> str:
         return f"Vocabulary({self.tokenizer}, {self.n_tokens} tokens, {self.n_rows} rows)"
@@ -316,6 +319,40 @@ class Vocabulary:
                 yield token
 
 
+class PendingVocabulary:
+    """A vocabulary whose tables are checked already and which libllama parses in a thread, without Python's lock.
+
+    The constructor raises VocabularyError when the tables are unusable. Ask for the `result`, or `wait`, before the
+    process goes on without it.
+    """
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._tables = read_tables(file)
+        self._origin = file.path
+        self._model: Any = None
+        self._error: BaseException | None = None
+        load()  # here: the thread would wait for Python's lock at every step of it, while this one imports
+        self._thread = threading.Thread(target=self._parse, name="ggml-engine-vocabulary")
+        self._thread.start()
+
+    def _parse(self) -> None:
+        try:
+            self._model = _load_native(self._tables.gguf, self._origin)
+        except BaseException as error:  # raised again where the result is asked for
+            self._error = error
+
+    def wait(self) -> None:
+        """Until the thread has ended."""
+        self._thread.join()
+
+    def result(self) -> Vocabulary:
+        """The vocabulary. Raises what the parsing raised."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return Vocabulary(self._tables, self._model)
+
+
 class StreamDecoder:
     """Text from tokens as they come: `push` gives what is certain, `finish` the rest.
 
@@ -369,3 +406,44 @@ def _find_cut(text: str) -> int:
             return position
     space = text.rfind(" ", _BLOCK_CHARS // 2, _BLOCK_CHARS)
     return space if space > 0 else _BLOCK_CHARS
+
+
+@contextlib.contextmanager
+def _temporary_file(parts: Sequence[bytes | memoryview]) -> Iterator[str]:
+    """A path under which `parts` can be read: memory where the system can, else a file that is removed."""
+    if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
+        descriptor = os.memfd_create("ggml-engine-vocabulary")
+        path = f"/proc/self/fd/{descriptor}"
+        with open(descriptor, "wb", buffering=0) as file:
+            _write(file, parts)
+            yield path
+        return
+    import tempfile  # noqa: PLC0415  # slow to import, and Linux does without
+
+    descriptor, path = tempfile.mkstemp(prefix="ggml-engine-", suffix=".gguf")
+    try:
+        with open(descriptor, "wb", buffering=0) as file:
+            _write(file, parts)
+        yield path
+    finally:
+        os.unlink(path)
+
+
+def _write(file: Any, parts: Sequence[bytes | memoryview]) -> None:
+    for part in parts:
+        view = memoryview(part)
+        while view:
+            view = view[file.write(view) :]
+
+
+def _load_native(parts: Sequence[bytes | memoryview], origin: str) -> Any:
+    llama = load().llama
+    params = llama.llama_model_default_params()
+    params.vocab_only = True
+    begin = time.perf_counter()
+    with _temporary_file(parts) as path:
+        model = llama.llama_model_load_from_file(path.encode(), params)
+    if model == ffi.NULL:
+        raise VocabularyError(f"{origin}: libllama refuses the tokenizer's tables (the log has its reason)")
+    log.debug("libllama took %.0f ms for the vocabulary of %s", 1e3 * (time.perf_counter() - begin), origin)
+    return ffi.gc(model, llama.llama_model_free)

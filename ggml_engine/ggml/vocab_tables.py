@@ -3,8 +3,7 @@
 libllama trusts these tables: a repeated token aborts the process, a missing byte token throws across its C interface,
 an id out of range indexes past a table. So it never sees the model's file, only one made here: nothing but the
 tokenizer, the later ones of equal tokens renamed to a text that no input can spell, missing byte tokens added behind
-the last id. That also saves a quarter of its load time. Knows nothing of encoding; needs no native library, and numpy
-for scores alone: libllama is to parse while that is imported.
+the last id. That also saves a quarter of its load time. Knows nothing of encoding; needs no native library.
 """
 
 from __future__ import annotations
@@ -12,10 +11,12 @@ from __future__ import annotations
 import logging
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ggml_engine.errors import HyperparameterError, VocabularyError
 from ggml_engine.ggml.gguf import GGUFArray, GGUFFile, GGUFType
@@ -97,7 +98,7 @@ class Tables:
     tokenizer: str
     pre: str
     texts: list[bytes]
-    types: bytes  # [n_tokens], a byte each
+    types: NDArray[np.int32]  # [n_tokens]
     n_rows: int
     special: dict[str, int]  # "bos" -> id, for those in range that the file names or that a text implies
     dropped: frozenset[str]  # names whose id was out of range
@@ -135,16 +136,15 @@ class _Reader:
         turn_ends = [texts.index(text) for text in _TURN_ENDS & known]
         special, dropped = self.special_ids(len(texts))
         roles = self.roles(special, texts, known)
-        new_types = bytearray(types + bytes([BYTE]) * len(added))
-        for token in (*turn_ends, *roles.values()):
-            new_types[token] = CONTROL  # libllama makes them so, with a warning for each
+        new_types = np.append(types, np.full(len(added), BYTE, "<i4"))
+        new_types[[*turn_ends, *roles.values()]] = CONTROL  # libllama makes them so, with a warning for each
 
         entries = self.name_entries(tokenizer, pre, known)
         if new_texts is texts and not added:
             entries += [_array_head("tokenizer.ggml.tokens", GGUFType.STRING, len(texts)), raw]
         else:
             entries.append(_texts("tokenizer.ggml.tokens", [*new_texts, *added]))
-        entries.append(_numbers("tokenizer.ggml.token_type", GGUFType.INT32, _widened(new_types)))
+        entries.append(_numbers("tokenizer.ggml.token_type", new_types))
         entries += [self.scores(len(texts), len(added))] if tokenizer == "llama" else self.merges()
         special |= roles
         entries += [*_ids(special), *self.flag_entries()]
@@ -188,11 +188,11 @@ class _Reader:
         if not len(tokens):
             raise self.error("tokenizer.ggml.tokens is empty")
         texts = tokens.strings()
-        most = max(map(len, texts))
-        if most > MAX_TOKEN_BYTES:
-            longest = list(map(len, texts)).index(most)
-            raise self.error(f"token {longest} takes {most} bytes, the limit is {MAX_TOKEN_BYTES}")
-        return texts, tokens.data
+        sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+        if sizes.max() > MAX_TOKEN_BYTES:
+            longest = int(sizes.argmax())
+            raise self.error(f"token {longest} takes {sizes[longest]} bytes, the limit is {MAX_TOKEN_BYTES}")
+        return texts, self.raw(tokens, int(sizes.sum()))
 
     def read_rows(self, n_tokens: int) -> int:
         embedding = self.file.tensors.get("token_embd.weight")
@@ -203,30 +203,26 @@ class _Reader:
             raise self.error(f"the tokenizer has {n_tokens} tokens, token_embd.weight only {n_rows} rows")
         return n_rows
 
-    def read_types(self, texts: list[bytes]) -> bytes:
+    def read_types(self, texts: list[bytes]) -> NDArray[np.int32]:
         found = self.metadata.find_array("tokenizer.ggml.token_type", GGUFType.INT32)
         if found is None:
-            return bytes([NORMAL]) * len(texts)
+            return np.full(len(texts), NORMAL, np.int32)
         self.check_length("tokenizer.ggml.token_type", found, len(texts))
-        data = bytes(found.data)
-        types = bytearray(data[::4])  # the lowest byte of each; only what is strange has others
-        if types.translate(None, bytes(range(BYTE + 1))) or any(data[i::4].strip(b"\0") for i in (1, 2, 3)):
-            wide = struct.unpack(f"<{len(types)}i", data)
-            strange = [i for i, kind in enumerate(wide) if not 0 <= kind <= BYTE]
-            first = strange[0]
+        types = found.numpy().astype(np.int32)
+        strange = np.flatnonzero((types < 0) | (types > BYTE))
+        if len(strange):
+            first = int(strange[0])
             self.warnings.append(
-                f"{len(strange)} tokens have an unknown type (token {first}: {wide[first]}): normal now"
+                f"{len(strange)} tokens have an unknown type (token {first}: {types[first]}): normal now"
             )
-            for i in strange:
-                types[i] = NORMAL
-        bad = [i for i in _places(types, BYTE) if not _BYTE_TEXT.fullmatch(texts[i])]
+            types[strange] = NORMAL
+        bad = [i for i in np.flatnonzero(types == BYTE).tolist() if not _BYTE_TEXT.fullmatch(texts[i])]
         if bad:
             self.warnings.append(
                 f"{len(bad)} byte tokens name no byte (token {bad[0]}: {texts[bad[0]][:40]!r}): text now"
             )
-            for i in bad:
-                types[i] = NORMAL
-        return bytes(types)
+            types[bad] = NORMAL
+        return types
 
     def check_length(self, key: str, found: GGUFArray, n_tokens: int) -> None:
         if len(found) != n_tokens:
@@ -250,7 +246,7 @@ class _Reader:
         return renamed
 
     @staticmethod
-    def piece(tokenizer: str, texts: list[bytes], types: bytes, token: int) -> bytes:
+    def piece(tokenizer: str, texts: list[bytes], types: NDArray[np.int32], token: int) -> bytes:
         """What libllama would give for the token had it kept its name (`llama_token_to_piece`)."""
         text, kind = texts[token], types[token]
         if kind in (NORMAL, BYTE, USER_DEFINED):
@@ -273,8 +269,6 @@ class _Reader:
         return missing
 
     def scores(self, n_tokens: int, n_added: int) -> bytes:
-        import numpy as np  # noqa: PLC0415  # slow to import, as would be this without it; most files have no scores
-
         key = "tokenizer.ggml.scores"
         found = self.metadata.find_array(key, GGUFType.FLOAT32, GGUFType.INT32)
         values = np.zeros(n_tokens, "<f4")
@@ -286,9 +280,7 @@ class _Reader:
         values = np.append(values, np.zeros(n_added, "<f4"))
         # libllama prints every number of an array to make its log line; integers print five times faster
         whole = bool((np.abs(values) < 2**24).all() and (values == np.rint(values)).all())
-        if whole:
-            return _numbers(key, GGUFType.INT32, values.astype("<i4").tobytes())
-        return _numbers(key, GGUFType.FLOAT32, values.tobytes())
+        return _numbers(key, values.astype("<i4") if whole else values)
 
     def merges(self) -> list[bytes | memoryview]:
         key = "tokenizer.ggml.merges"
@@ -296,13 +288,20 @@ class _Reader:
         if found is None or not len(found):
             raise self.error(f"{key} is missing or empty; a byte-pair tokenizer cannot work without")
         # a merge of unknown tokens is harmless: libllama falls back to the tokens of the bytes
+        begins, ends = found.bounds()
+        whole = np.frombuffer(self.file.parts[0].buffer, np.uint8)[found.offset : int(ends[-1])]
+        spaces = np.append(np.flatnonzero(whole == ord(" ")) + found.offset, ends[-1] + 1)
+        is_pair = spaces[np.searchsorted(spaces, begins + 1)] < ends  # a space, and something before it
+        if is_pair.all():
+            return [_array_head(key, GGUFType.STRING, len(found)), self.raw(found, int((ends - begins).sum()))]
         merges = found.strings()
-        last_spaces = list(map(bytes.rfind, merges, repeat(b" ")))
-        if min(last_spaces) > 0:  # all have a space, and something before it
-            return [_array_head(key, GGUFType.STRING, len(found)), found.data]
-        good = [merge for merge, space in zip(merges, last_spaces, strict=True) if space > 0]
+        good = [merges[i] for i in np.flatnonzero(is_pair).tolist()]
         self.warnings.append(f"{len(merges) - len(good)} of {len(merges)} merges hold no pair: left out")
         return [_texts(key, good)]
+
+    def raw(self, array: GGUFArray, n_text_bytes: int) -> memoryview:
+        """A text array's bytes in the file: each text behind its length of 8 bytes."""
+        return self.file.parts[0].buffer[array.offset : array.offset + n_text_bytes + 8 * len(array)]
 
     def special_ids(self, n_tokens: int) -> tuple[dict[str, int], frozenset[str]]:
         """The ids that the file names, and the names of those that are out of range."""
@@ -348,7 +347,7 @@ class _Reader:
                 entries.append(_string(key) + struct.pack("<I?", GGUFType.BOOL, value))
         key = "tokenizer.ggml.suppress_tokens"
         if (found := self.metadata.find_array(key, GGUFType.INT32)) is not None:
-            entries.append(_numbers(key, GGUFType.INT32, bytes(found.data)))
+            entries.append(_numbers(key, found.numpy()))
         return entries
 
 
@@ -384,24 +383,9 @@ def _texts(key: str, values: Sequence[bytes]) -> bytes:
     return _array_head(key, GGUFType.STRING, len(values)) + b"".join(map(_string, values))
 
 
-def _numbers(key: str, kind: GGUFType, data: bytes | bytearray) -> bytes:
-    """An entry of little-endian numbers of four bytes."""
-    return _array_head(key, kind, len(data) // 4) + data
-
-
-def _widened(values: bytearray) -> bytearray:
-    """Each byte as an integer of four."""
-    wide = bytearray(4 * len(values))
-    wide[::4] = values
-    return wide
-
-
-def _places(values: bytearray, value: int) -> Iterator[int]:
-    """Where `value` stands."""
-    place = values.find(value)
-    while place >= 0:
-        yield place
-        place = values.find(value, place + 1)
+def _numbers(key: str, values: NDArray[Any]) -> bytes:
+    kind = GGUFType.INT32 if values.dtype.kind == "i" else GGUFType.FLOAT32
+    return _array_head(key, kind, len(values)) + values.tobytes()
 
 
 def _byte_alphabet() -> dict[str, bytes]:

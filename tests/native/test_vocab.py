@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -259,17 +257,6 @@ def test_a_temporary_file_works_where_memory_files_do_not(tmp_path: Path, monkey
     vocab = make(tmp_path, spm())
     assert encode(vocab, "hello") == [HELLO]
     assert [path.name for path in tmp_path.iterdir()] == ["v.gguf"]
-
-
-def test_libllama_parses_a_byte_pair_vocabulary_before_numpy_is_imported(tmp_path: Path) -> None:
-    path = write(tmp_path / "v.gguf", bpe())
-    code = (
-        "import sys, ggml_engine.engine as engine; pending = engine.PendingVocabulary(engine.GGUFFile.open(sys.argv[1]))"
-        "; print('numpy' in sys.modules); tables, model = pending.result(); print(len(tables.texts))"
-    )
-    run = [sys.executable, "-c", code, str(path)]
-    done = subprocess.run(run, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == ["False", str(len(bpe()["tokens"]))]
 
 
 def test_roles_and_ends_are_those_that_libllama_finds_in_the_whole_file(tmp_path: Path) -> None:

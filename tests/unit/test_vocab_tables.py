@@ -110,10 +110,3 @@ def test_merges_without_a_pair_are_left_out(tmp_path: Path) -> None:
     assert len(read.warnings) == 1
     with GGUFFile.open(tmp_path / "made.gguf") as made:
         assert made.metadata.array("tokenizer.ggml.merges").strings() == [b"h e", b"foo bar", b" " * 33]
-
-
-@pytest.mark.parametrize("value", [-1, 7, 256 + 6, 1 << 16, 1 << 24, -(2**31)])
-def test_a_type_is_known_by_all_of_its_bytes(value: int, tmp_path: Path) -> None:
-    read = tables(tmp_path, replaced(spm(), "types", {-1: value, -2: value}))
-    assert list(read.types[-2:]) == [NORMAL, NORMAL]
-    assert read.warnings == (f"2 tokens have an unknown type (token {N - 2}: {value}): normal now",)
