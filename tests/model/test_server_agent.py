@@ -45,6 +45,23 @@ class Counts:
         self.prompt, self.cached = prompt, cached
 
 
+def accumulated(stream: Any) -> tuple[dict[str, Any], str | None, Any]:
+    """The message of a stream's chunks, why it ended, and its counts."""
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    calls: dict[int, dict[str, Any]] = {}
+    reason, usage = None, None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            reason = choice.finish_reason or reason
+            message["content"] += choice.delta.content or ""
+            for piece in choice.delta.tool_calls or ():
+                call = calls.setdefault(piece.index, {"id": piece.id, "type": "function"})
+                function = call.setdefault("function", {"name": piece.function.name, "arguments": ""})
+                function["arguments"] += piece.function.arguments
+    return {**message, "tool_calls": [*calls.values()]} if calls else message, reason, usage
+
+
 @pytest.mark.parametrize("named", [{}, {"X-Session-ID": "openai"}], ids=["anonymous", "named"])
 @pytest.mark.parametrize("choice", ["required", "auto"])
 def test_openais_client_calls_and_goes_on_with_results(server: LiveServer, named: Any, choice: Any) -> None:
@@ -58,7 +75,7 @@ def test_openais_client_calls_and_goes_on_with_results(server: LiveServer, named
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         for turn, asked in enumerate(ASKED):
             messages.append({"role": "user", "content": asked})
-            with client.chat.completions.stream(
+            stream = client.chat.completions.create(
                 model="smol",
                 messages=messages,
                 tools=tools,
@@ -67,23 +84,21 @@ def test_openais_client_calls_and_goes_on_with_results(server: LiveServer, named
                 temperature=0,
                 seed=turn,
                 max_tokens=60,
+                stream=True,
                 stream_options={"include_usage": True},
                 extra_headers=named,
-            ) as stream:
-                whole = stream.get_final_completion()
-            usage = whole.usage
+            )
+            message, reason, usage = accumulated(stream)
             assert usage is not None
             assert usage.prompt_tokens_details is not None
             counts.add(usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens or 0)
-            message, reason = whole.choices[0].message, whole.choices[0].finish_reason
-            calls = message.tool_calls or []
+            calls = message.get("tool_calls", [])
             if choice == "required":
-                assert (len(calls), reason, message.content) == (1, "tool_calls", None)
-            messages.append(message.to_dict())
+                assert (len(calls), reason, message["content"]) == (1, "tool_calls", "")
+            messages.append(message)
             for call in calls:
-                assert call.type == "function"
-                assert isinstance(json.loads(call.function.arguments), dict)
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": FOUND})
+                assert isinstance(json.loads(call["function"]["arguments"]), dict)
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": FOUND})
 
 
 @pytest.mark.parametrize("named", [{}, {"X-Session-ID": "anthropic"}], ids=["anonymous", "named"])
