@@ -65,7 +65,7 @@ def test_a_whole_conversation_evaluates_what_is_new(name: str | None, end: End) 
 
 
 class Talk:
-    """A conversation of messages, whose answers are random characters that end in a letter.
+    """A conversation of messages, whose answers are random pieces of words without a space between.
 
     No tokenizer cuts such a text as it was written.
     """
@@ -73,13 +73,13 @@ class Talk:
     def __init__(self, spied: Spied, n_characters: int) -> None:
         self.spied = spied
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system_text()}]
-        self.grammar = f"root ::= [ -~\\n]{{{n_characters}}} [a-z]"
+        self.grammar = f"root ::= [a-z]{{{n_characters}}} [a-z]"
         self.n_asked = 0
         self.n_cut_otherwise = 0
 
     def body(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
         self.n_asked += 1
-        chosen = {"grammar": self.grammar, "temperature": 2.0, "top_k": 0, "top_p": 1, "min_p": 0}
+        chosen = {"grammar": self.grammar, "temperature": 100.0, "top_k": 0, "top_p": 1, "min_p": 0}
         return {"messages": messages, "seed": self.n_asked, **chosen}
 
     def ask(self, new: list[dict[str, Any]], name: str | None, *held: list[int]) -> list[int]:
