@@ -115,19 +115,16 @@ def by_messages(spied: Spied, n_functions: int, n_characters: int, n_turns: int)
     for turn in range(n_turns):
         held = talk.ask(request_messages(turn, n_functions), "a", *[held] * bool(turn))
     assert talk.n_cut_otherwise, "answers that are cut as they were written show nothing"
-    last_prompt = spied.prompts[-1]
-    whole = talk.messages
-    # another session has what was captured: the last prompt, in the tokens that the first one has
-    talk.ask(request_messages(n_turns, n_functions), "b", last_prompt)
     # a connection that is lost, and the same request once more
-    again = [*whole, *request_messages(n_turns, n_functions, attempt=1)]
-    spied.post_and_leave("/v1/chat/completions", {**talk.body(again), "grammar": "root ::= [a-z]+"}, "a")
+    new = request_messages(n_turns, n_functions)
+    body = {**talk.body([*talk.messages, *new]), "grammar": "root ::= [a-z]+"}
+    spied.post_and_leave("/v1/chat/completions", body, "a")
     assert spied.prompts[-1][: len(held)] == held
-    talk.messages = whole
-    held = talk.ask(again[len(whole) :], "a", spied.prompts[-1][:-1])
-    last_prompt = spied.prompts[-1]
+    talk.ask(new, "a", spied.prompts[-1][:-1])
+    # another session has what was captured: the last prompt, in the tokens that the first one has
+    talk.ask(request_messages(n_turns + 1, n_functions), "b", spied.prompts[-1])
     pass_time(spied)
-    talk.ask(request_messages(n_turns + 1, n_functions), "a", last_prompt)
+    talk.ask(request_messages(n_turns + 2, n_functions), "a", spied.prompts[-1])
 
 
 @pytest.fixture(scope="module")
