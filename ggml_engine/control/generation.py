@@ -61,7 +61,8 @@ class Update:
 class GenerationStats:
     """Counts and times of a generation, in seconds.
 
-    `queued_s` is the wait before its prompt was begun; all other times count from there.
+    `queued_s` is the wait before its prompt was begun; all other times count from there. `stopped_by` is the stop
+    string that ended it.
     """
 
     prompt_tokens: int = 0
@@ -73,6 +74,7 @@ class GenerationStats:
     first_token_s: float | None = None
     decode_s: float = 0.0
     reason: Reason | None = None
+    stopped_by: str | None = None
     token_times_s: list[float] = field(default_factory=list)
 
     @property

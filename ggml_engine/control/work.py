@@ -274,6 +274,7 @@ class Work:
 
     def _bounded(self) -> Reason | None:
         if self._matcher.matched is not None:
+            self.state.stats.stopped_by = self._matcher.matched
             return Reason.STOP
         if self._max_tokens is not None and self.state.stats.generated_tokens >= self._max_tokens:
             return Reason.LENGTH

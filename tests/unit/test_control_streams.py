@@ -277,6 +277,7 @@ def test_a_stop_string_across_tokens_ends_it_and_is_not_shown(cut: tuple[int, in
         )
         assert generation.result(WAIT_S) == text[: text.index(stop)] == "".join(pieces)
         assert generation.reason is Reason.STOP
+        assert generation.stats.stopped_by == stop
         n = len(generation.tokens)
         assert stop in b.text.shown(tokens[:n])
         assert stop not in b.text.shown(tokens[: n - 1])
@@ -300,6 +301,7 @@ def test_a_stop_token_ends_it_and_is_not_shown() -> None:
         n = tokens.index(tokens[3]) + 1
         assert generation.result(WAIT_S) == b.text.shown(tokens[: n - 1])
         assert generation.reason is Reason.STOP
+        assert generation.stats.stopped_by is None
         assert generation.tokens == tokens[:n]
 
 

@@ -1,0 +1,35 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ggml_engine.server.dialects.anthropic_rendering import MessageStream, render_message
+from ggml_engine.server.dialects.anthropic_request import CountRequest, MessagesRequest
+from ggml_engine.server.dialects.rendering import Head
+from ggml_engine.server.dialects.respond import respond
+from ggml_engine.server.dialects.sampling import session_of
+from ggml_engine.server.dialects.validation import validated
+from ggml_engine.server.guard import read_json
+from ggml_engine.server.hosting import use_model
+from ggml_engine.server.prompts import count_prompt
+
+
+async def messages(request: Request) -> Response:
+    """An answer to messages, in Anthropic's form."""
+    body = validated(MessagesRequest, await read_json(request))
+    job = body.job(session_of(body.session_id, request.headers))
+    model = await use_model(request, job.model)
+    head = Head.new("msg_", model.name)
+    return await respond(request, model, job, partial(render_message, head), MessageStream(head))
+
+
+async def count_tokens(request: Request) -> Response:
+    """How many tokens a prompt has; nothing is generated."""
+    job = validated(CountRequest, await read_json(request)).job()
+    model = await use_model(request, job.model)
+    return JSONResponse({"input_tokens": await asyncio.to_thread(count_prompt, model, job)})

@@ -1,0 +1,244 @@
+"""The request of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, Field
+
+from ggml_engine.chat.tools import ToolChoice
+from ggml_engine.server.dialects.parts import (
+    ANY_OBJECT,
+    MAX_TOOLS,
+    Effort,
+    FunctionFields,
+    FunctionName,
+    JsonSchemaFields,
+    MediaPart,
+    RefusalPart,
+    TemplateFlags,
+    check_tools,
+    effort_variables,
+)
+from ggml_engine.server.dialects.sampling import ChoicesField, CountField, SamplingFields, StopField
+from ggml_engine.server.dialects.validation import Disabled, NoEffect, Refused, RequestModel, only
+from ggml_engine.server.errors import HttpProblem
+from ggml_engine.server.jobs import MAX_TOP_LOGPROBS, ChatJob, Message
+
+
+class TextPart(RequestModel):
+    type: Literal["text"]
+    text: str
+    prompt_cache_breakpoint: NoEffect = None
+
+    @property
+    def said(self) -> str:
+        """The text."""
+        return self.text
+
+
+Part = Annotated[TextPart | RefusalPart | MediaPart, Field(discriminator="type")]
+Content = str | list[Part]
+
+
+def text_of(content: Content | None) -> str:
+    """The text of a message; parts are lines of it."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.said for part in content)
+
+
+class SystemMessage(RequestModel):
+    role: Literal["system", "developer"]
+    content: Content
+    name: str | None = None
+
+    def message(self) -> Message:
+        return _named({"role": "system", "content": text_of(self.content)}, self.name)
+
+
+class UserMessage(RequestModel):
+    role: Literal["user"]
+    content: Content
+    name: str | None = None
+
+    def message(self) -> Message:
+        return _named({"role": "user", "content": text_of(self.content)}, self.name)
+
+
+class CalledFunction(RequestModel):
+    name: FunctionName
+    arguments: str
+
+
+class ToolCall(RequestModel):
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: NoEffect = None
+
+
+class AssistantMessage(RequestModel):
+    role: Literal["assistant"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: NoEffect = None
+    audio: Refused = None
+    function_call: Refused = None
+
+    def message(self) -> Message:
+        message: Message = {"role": "assistant", "content": text_of(self.content) or self.refusal or ""}
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": call.function.arguments},
+                }
+                for call in self.tool_calls
+            ]
+        return _named(message, self.name)
+
+
+class ToolMessage(RequestModel):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: Annotated[str, Field(min_length=1, max_length=256)]
+    name: str | None = None
+
+    def message(self) -> Message:
+        found: Message = {"role": "tool", "content": text_of(self.content), "tool_call_id": self.tool_call_id}
+        return _named(found, self.name)
+
+
+def _named(message: Message, name: str | None) -> Message:
+    return message if name is None else {**message, "name": name}
+
+
+AnyMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+class Tool(RequestModel):
+    type: Annotated[Any, AfterValidator(only("function"))]
+    function: FunctionFields
+
+
+class NamedFunction(RequestModel):
+    name: FunctionName
+
+
+class NamedTool(RequestModel):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool | None = None
+    include_obfuscation: Disabled = None
+
+
+class TextFormat(RequestModel):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(RequestModel):
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(RequestModel):
+    type: Literal["json_schema"]
+    json_schema: JsonSchemaFields
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+_FORMAT_FIELD: Final = "response_format"
+
+
+def schema_of(wanted: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> dict[str, Any] | None:
+    """The schema that the answer has to have; None for any text."""
+    if isinstance(wanted, JsonObjectFormat):
+        return ANY_OBJECT
+    return wanted.json_schema.wanted() if isinstance(wanted, JsonSchemaFormat) else None
+
+
+class ChatRequest(SamplingFields):
+    """What a client may say. `max_completion_tokens` and `max_tokens` are the same; one of them is to be given."""
+
+    model: str | None = None
+    messages: Annotated[list[AnyMessage], Field(min_length=1)]
+    max_tokens: CountField = None
+    max_completion_tokens: CountField = None
+    stop: StopField = None
+    n: ChoicesField = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: TemplateFlags = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    user: NoEffect = None
+    metadata: NoEffect = None
+    safety_identifier: NoEffect = None
+    prompt_cache_key: NoEffect = None
+    prompt_cache_retention: NoEffect = None
+    prompt_cache_options: NoEffect = None
+    store: Disabled = None
+    service_tier: Annotated[Any, AfterValidator(only("auto", "default"))] = None
+    modalities: Annotated[Any, AfterValidator(only(["text"]))] = None
+    verbosity: Annotated[Any, AfterValidator(only("medium"))] = None
+    audio: Refused = None
+    prediction: Refused = None
+    moderation: Refused = None
+    web_search_options: Refused = None
+    functions: Refused = None
+    function_call: Refused = None
+    chat_template: Refused = None
+
+    def job(self, session: str | None) -> ChatJob:
+        """What is asked for. Raises HttpProblem (400) where fields do not go together."""
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise HttpProblem(400, "invalid_value", "max_tokens and max_completion_tokens differ", "max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise HttpProblem(400, "invalid_value", "top_logprobs needs logprobs to be true", "top_logprobs")
+        check_stream_options(self.stream, self.stream_options)
+        choice = self._tool_choice()
+        sampler = self.sampler(schema_of(self.response_format))
+        tools = [{**tool.function.tool()} for tool in self.tools or []]
+        return ChatJob(
+            model=self.model,
+            sampler=sampler,
+            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            stop=tuple(self.stop or ()),
+            ignore_eos=bool(self.ignore_eos),
+            n=self.n or 1,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            session=session,
+            stream=bool(self.stream),
+            include_usage=bool(self.stream_options and self.stream_options.include_usage),
+            messages=tuple(each.message() for each in self.messages),
+            tools=check_tools(tools, choice, sampler, _FORMAT_FIELD),
+            tool_choice=choice,
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            variables=effort_variables(self.reasoning_effort, self.chat_template_kwargs or {}),
+        )
+
+    def _tool_choice(self) -> ToolChoice:
+        if isinstance(self.tool_choice, NamedTool):
+            return ToolChoice("required", self.tool_choice.function.name)
+        return ToolChoice(self.tool_choice or "auto")
+
+
+def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:
+    """Options of a stream need one. Raises HttpProblem (400)."""
+    if options is not None and not stream:
+        raise HttpProblem(400, "invalid_value", "stream_options needs stream to be true", "stream_options")

@@ -1,0 +1,304 @@
+"""The request of /v1/responses."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, Tag
+
+from ggml_engine.chat.tools import ToolChoice
+from ggml_engine.server.dialects.parts import (
+    ANY_OBJECT,
+    MAX_TOOLS,
+    Effort,
+    FunctionFields,
+    FunctionName,
+    JsonSchemaFields,
+    MediaPart,
+    RefusalPart,
+    TemplateFlags,
+    check_tools,
+    effort_variables,
+)
+from ggml_engine.server.dialects.sampling import CountField, SamplingFields, StopField
+from ggml_engine.server.dialects.validation import Disabled, NoEffect, Refused, RequestModel, only, unsupported
+from ggml_engine.server.errors import HttpProblem
+from ggml_engine.server.jobs import MAX_TOP_LOGPROBS, ChatJob, Message
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+class TextPart(RequestModel):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: NoEffect = None
+    logprobs: NoEffect = None
+    prompt_cache_breakpoint: NoEffect = None
+
+    @property
+    def said(self) -> str:
+        """The text."""
+        return self.text
+
+
+Part = Annotated[TextPart | RefusalPart | MediaPart, Field(discriminator="type")]
+Content = str | list[Part]
+
+
+def _text(content: Content) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.said for part in content)
+
+
+class MessageItem(RequestModel):
+    type: Literal["message"] = "message"
+    role: Literal["user", "system", "developer", "assistant"]
+    content: Content
+    id: NoEffect = None
+    status: NoEffect = None
+    phase: NoEffect = None
+
+
+class CallItem(RequestModel):
+    type: Literal["function_call"]
+    call_id: Annotated[str, Field(min_length=1, max_length=256)]
+    name: FunctionName
+    arguments: str
+    id: NoEffect = None
+    status: NoEffect = None
+    caller: Refused = None
+    namespace: Refused = None
+
+
+class CallOutputItem(RequestModel):
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, Field(min_length=1, max_length=256)]
+    output: Content
+    id: NoEffect = None
+    status: NoEffect = None
+    name: NoEffect = None
+
+
+class ReasoningText(RequestModel):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(RequestModel):
+    type: Literal["reasoning"]
+    id: NoEffect = None
+    summary: list[ReasoningText] = Field(default_factory=list)
+    content: list[ReasoningText] | None = None
+    encrypted_content: Refused = None
+    status: NoEffect = None
+
+
+def _kind(item: Any) -> str | None:
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return kind if isinstance(kind, str) else None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind),
+]
+
+
+def messages_of(items: str | list[Item]) -> list[Message]:
+    """Items as messages: calls and reasoning belong to the assistant's message that they stand beside."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[Message] = []
+    for item in items:
+        if isinstance(item, CallOutputItem):
+            messages.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
+        elif isinstance(item, MessageItem) and item.role != "assistant":
+            role = "user" if item.role == "user" else "system"
+            messages.append({"role": role, "content": _text(item.content)})
+        else:
+            _add_to_turn(messages, item)
+    return messages
+
+
+def _add_to_turn(messages: list[Message], item: MessageItem | CallItem | ReasoningItem) -> None:
+    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    if isinstance(item, CallItem):
+        call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+        if last is None:
+            messages.append(last := {"role": "assistant", "content": ""})
+        last.setdefault("tool_calls", []).append(call)
+        return
+    if isinstance(item, ReasoningItem):
+        text = "\n".join(each.text for each in item.content or item.summary)
+        if text:
+            messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+        return
+    if last is not None and not last["content"] and "tool_calls" not in last:
+        last["content"] = _text(item.content)
+    else:
+        messages.append({"role": "assistant", "content": _text(item.content)})
+
+
+class FunctionTool(FunctionFields):
+    type: Annotated[Any, AfterValidator(only("function"))]
+    defer_loading: Disabled = None
+
+
+class NamedTool(RequestModel):
+    type: Literal["function"]
+    name: FunctionName
+
+
+class TextFormat(RequestModel):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(RequestModel):
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(JsonSchemaFields):
+    type: Literal["json_schema"]
+
+
+class TextConfig(RequestModel):
+    format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Annotated[Any, AfterValidator(only("medium"))] = None
+
+
+class Reasoning(RequestModel):
+    effort: Effort | None = None
+    summary: Annotated[Any, AfterValidator(only("auto"))] = None
+    generate_summary: Refused = None
+
+
+class StreamOptions(RequestModel):
+    include_obfuscation: Disabled = None
+
+
+def _includes(value: list[str] | None) -> list[str]:
+    for each in value or []:
+        if each != LOGPROBS:
+            raise unsupported(f"of {each!r:.80} is not supported by this server, only {LOGPROBS!r}")
+    return value or []
+
+
+class ResponseRequest(SamplingFields):
+    """What a client may say."""
+
+    model: str | None = None
+    input: str | list[Item]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    max_output_tokens: CountField = None
+    stop: StopField = None
+    include: Annotated[list[str] | None, AfterValidator(_includes)] = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    text: TextConfig | None = None
+    tools: Annotated[list[FunctionTool] | None, Field(max_length=MAX_TOOLS)] = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    chat_template_kwargs: TemplateFlags = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    metadata: dict[str, str] | None = None
+
+    user: NoEffect = None
+    safety_identifier: NoEffect = None
+    prompt_cache_key: NoEffect = None
+    prompt_cache_retention: NoEffect = None
+    prompt_cache_options: NoEffect = None
+    service_tier: Annotated[Any, AfterValidator(only("auto", "default"))] = None
+    truncation: Annotated[Any, AfterValidator(only("disabled"))] = None
+    background: Disabled = None
+    background_options: Refused = None
+    access_programs: Refused = None
+    context_management: Refused = None
+    conversation: Refused = None
+    image: Refused = None
+    max_tool_calls: Refused = None
+    moderation: Refused = None
+    prompt: Refused = None
+    chat_template: Refused = None
+
+    def job(self, session: str | None, earlier: tuple[Message, ...] = ()) -> ChatJob:
+        """What is asked for, after the messages of an earlier response. Raises HttpProblem (400)."""
+        if isinstance(self.input, list) and not self.input:
+            raise HttpProblem(400, "invalid_value", "input: the list is empty", "input")
+        choice = ToolChoice(self.tool_choice or "auto") if not isinstance(self.tool_choice, NamedTool) else None
+        choice = choice or ToolChoice("required", getattr(self.tool_choice, "name", None))
+        sampler = self.sampler(self._schema())
+        tools = [tool.tool() for tool in self.tools or []]
+        system: list[Message] = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        asks_logprobs = LOGPROBS in (self.include or ()) or self.top_logprobs is not None
+        return ChatJob(
+            model=self.model,
+            sampler=sampler,
+            max_tokens=self.max_output_tokens,
+            stop=tuple(self.stop or ()),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=(self.top_logprobs or 0) if asks_logprobs else None,
+            session=session,
+            stream=bool(self.stream),
+            include_usage=True,
+            schema_field="text",
+            messages=(*system, *earlier, *self.messages()),
+            tools=check_tools(tools, choice, sampler, "text"),
+            tool_choice=choice,
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            variables=effort_variables(
+                self.reasoning.effort if self.reasoning else None, self.chat_template_kwargs or {}
+            ),
+        )
+
+    def messages(self) -> list[Message]:
+        """The input as messages, without the instructions, which hold for one response alone."""
+        return messages_of(self.input)
+
+    def _schema(self) -> dict[str, Any] | None:
+        wanted = self.text.format if self.text else None
+        if isinstance(wanted, JsonObjectFormat):
+            return ANY_OBJECT
+        return wanted.wanted() if isinstance(wanted, JsonSchemaFormat) else None
+
+    def echoed(self) -> dict[str, Any]:
+        """The fields of the request that a response repeats, as the API has them."""
+        wanted = self.text.format if self.text else None
+        text_format: dict[str, Any] = {"type": "text"}
+        if wanted is not None:
+            text_format = json.loads(wanted.model_dump_json(by_alias=True, exclude_none=True))
+        if isinstance(wanted, JsonSchemaFormat):
+            text_format.setdefault("name", "answer")
+        choice = self.tool_choice
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": self.previous_response_id,
+            "reasoning": {"effort": self.reasoning.effort if self.reasoning else None, "summary": None},
+            "store": self.store is not False,
+            "temperature": self.temperature,
+            "text": {"format": text_format},
+            "tool_choice": choice.model_dump() if isinstance(choice, NamedTool) else choice or "auto",
+            "tools": [
+                {
+                    "type": "function",
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.parameters,
+                    "strict": tool.strict is not False,
+                }
+                for tool in self.tools or []
+            ],
+            "top_logprobs": self.top_logprobs,
+            "top_p": self.top_p,
+            "truncation": "disabled",
+        }

@@ -1,0 +1,228 @@
+"""`prepare`: a job's prompts as tokens, and how its answers are generated and read. May take long: not for the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from ggml_engine.chat.replies import ReplyParser, ToolFormat, detect_format, prepare_messages
+from ggml_engine.chat.template import METADATA_KEY, ChatTemplate
+from ggml_engine.chat.text import Segment
+from ggml_engine.control.config import GenConfig
+from ggml_engine.errors import ContextLengthError, InputError, OptionError
+from ggml_engine.ggml.json_schema import schema_to_grammar
+from ggml_engine.ggml.sampler_config import SamplerConfig
+from ggml_engine.server.errors import HttpProblem
+from ggml_engine.server.hosting import HostedModel
+from ggml_engine.server.jobs import ChatJob, CompletionJob, GenerationJob
+
+_FLAG: Final = "enable_thinking"
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """Tokens to go on after; `echo` is text that comes before the answer."""
+
+    tokens: list[int]
+    echo: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a run needs. Choice `i` answers prompt `i // n`.
+
+    `new_parser` makes the reader of one answer, None where it is plain text.
+    """
+
+    prompts: tuple[PreparedPrompt, ...]
+    n: int
+    config: GenConfig
+    new_parser: Callable[[], ReplyParser] | None
+    parallel_tool_calls: bool = True
+
+    @property
+    def n_choices(self) -> int:
+        """Answers, of all prompts."""
+        return self.n * len(self.prompts)
+
+
+def prepare(model: HostedModel, job: ChatJob | CompletionJob) -> Prepared:
+    """Render, tokenise and check. Raises HttpProblem, and what the engine raises for bad input."""
+    _check_biases(model, job.sampler)
+    if isinstance(job, CompletionJob):
+        return _completion(model, job)
+    return _chat(model, job)
+
+
+def count_prompt(model: HostedModel, job: ChatJob) -> int:
+    """How many tokens a chat's prompt has. Raises as `prepare`."""
+    return len(_rendered(model, job)[0])
+
+
+def _completion(model: HostedModel, job: CompletionJob) -> Prepared:
+    vocabulary = model.engine.vocabulary
+    prompts = []
+    for prompt in job.prompts:
+        if isinstance(prompt, str):
+            tokens = vocabulary.encode(prompt, add_special=True, parse_special=False).tolist()
+            echo = prompt
+        else:
+            tokens = _checked_ids(vocabulary, prompt)
+            echo = vocabulary.decode(tokens) if job.echo else ""
+        if not tokens:
+            raise HttpProblem(400, "invalid_value", "prompt: there is nothing to go on from, no tokens", "prompt")
+        _check_length(model, tokens)
+        prompts.append(PreparedPrompt(tokens, echo if job.echo else ""))
+    config = _config(model, job, job.sampler, frozenset(), frozenset())
+    return Prepared(tuple(prompts), job.n, config, None)
+
+
+def _checked_ids(vocabulary: Any, prompt: tuple[int, ...]) -> list[int]:
+    try:
+        tokens: list[int] = vocabulary.check_tokens(prompt).tolist()
+    except InputError as error:
+        raise HttpProblem(400, "invalid_value", f"prompt: {error}", "prompt") from None
+    return tokens
+
+
+def _chat(model: HostedModel, job: ChatJob) -> Prepared:
+    tokens, prompt_end = _rendered(model, job)
+    _check_length(model, tokens)
+    reply_format = _format(model)
+    special = model.engine.vocabulary.special_tokens
+    may_call = bool(job.tools) and job.tool_choice.mode != "none"
+    sampler = job.sampler
+    if job.tool_choice.is_forced:
+        try:
+            grammar = reply_format.grammar(
+                job.tools, job.tool_choice, parallel=job.parallel_tool_calls, prompt_end=prompt_end
+            )
+        except InputError as error:
+            raise HttpProblem(400, "invalid_value", f"tools: {error}", "tools") from None
+        sampler = replace(sampler, grammar=grammar)
+    shown = reply_format.shown_tokens(special) if may_call else _shown_reasoning(reply_format, special)
+    ends = frozenset(special[text] for text in reply_format.end_texts if may_call and text in special)
+    config = _config(model, job, sampler, shown, ends)
+
+    def new_parser() -> ReplyParser:
+        return reply_format.parser(job.tools if may_call else None, prompt_end=prompt_end)
+
+    return Prepared((PreparedPrompt(tokens),), job.n, config, new_parser, job.parallel_tool_calls)
+
+
+def _shown_reasoning(reply_format: ToolFormat, special: Mapping[str, int]) -> frozenset[int]:
+    return frozenset(special[text] for text in reply_format.reasoning or () if text in special)
+
+
+# ---- chat templates
+
+
+def _template(model: HostedModel) -> ChatTemplate:
+    if METADATA_KEY not in model.engine.file.metadata:
+        raise HttpProblem(
+            400,
+            "no_chat_template",
+            f"the model {model.name!r} has no chat template: give /v1/completions a prompt instead",
+            "messages",
+        )
+    template: ChatTemplate = model.engine.template
+    return template
+
+
+def _format(model: HostedModel) -> ToolFormat:
+    vocabulary = model.engine.vocabulary
+    return model.fact("format", lambda: detect_format(_template(model).source, vocabulary.special_tokens))
+
+
+def _rendered(model: HostedModel, job: ChatJob) -> tuple[list[int], str]:
+    """The prompt's tokens, and its text."""
+    template, vocabulary = _template(model), model.engine.vocabulary
+    reply_format = _format(model)
+    _check_variables(template.source, reply_format, job.variables)
+    try:
+        messages, variables = prepare_messages(reply_format, job.messages, job.tools, job.tool_choice)
+    except InputError as error:
+        raise HttpProblem(400, "invalid_value", str(error), "messages") from None
+    segments = template.render_segments(messages, vocabulary.special_tokens, **variables, **job.variables)
+    if job.opening:
+        segments = [*segments, Segment(job.opening, False)]
+    tokens = [int(token) for token in vocabulary.encode_segments(segments, add_special=True)]
+    return tokens, "".join(text for text, _ in segments)
+
+
+def _check_variables(source: str, reply_format: ToolFormat, variables: Mapping[str, Any]) -> None:
+    """A template that does not look at a variable would ignore it: that is refused, unless it asks for what is done."""
+    for name, value in variables.items():
+        if name in source:
+            continue
+        if name == _FLAG and bool(value) == _thinks_anyway(source, reply_format):
+            continue
+        raise HttpProblem(
+            400,
+            "unsupported_parameter",
+            f"{name} of {value!r} is not supported by this model: its chat template knows no {name}",
+            name,
+        )
+
+
+def _thinks_anyway(source: str, reply_format: ToolFormat) -> bool:
+    return reply_format.reasoning is not None and reply_format.reasoning[0] in source
+
+
+# ---- how it is generated
+
+
+def _config(
+    model: HostedModel,
+    job: GenerationJob,
+    sampler: SamplerConfig,
+    shown_tokens: frozenset[int],
+    stop_tokens: frozenset[int],
+) -> GenConfig:
+    if sampler.json_schema is not None:
+        sampler = replace(sampler, grammar=_grammar_of(sampler.json_schema, job.schema_field), json_schema=None)
+    elif sampler.grammar is not None:
+        _check_grammar(model, sampler)
+    return GenConfig(
+        max_tokens=job.max_tokens,
+        stop=job.stop,
+        stop_tokens=stop_tokens,
+        ignore_eos=job.ignore_eos,
+        sampler=sampler,
+        logprobs=job.logprobs,
+        shown_tokens=shown_tokens,
+    )
+
+
+def _grammar_of(schema: str | dict[str, Any], field: str) -> str:
+    try:
+        return schema_to_grammar(schema)
+    except InputError as error:
+        raise HttpProblem(400, "invalid_value", f"{field}: {error}", field) from None
+
+
+def _check_grammar(model: HostedModel, sampler: SamplerConfig) -> None:
+    """A grammar that cannot be is said before a stream begins."""
+    try:
+        model.runtime.runner.text.sampler(sampler).close()
+    except (InputError, OptionError) as error:
+        raise HttpProblem(400, "invalid_value", f"grammar: {error}", "grammar") from None
+
+
+def _check_biases(model: HostedModel, sampler: SamplerConfig) -> None:
+    n_tokens = model.engine.vocabulary.n_tokens
+    for token in sampler.logit_bias:
+        if token >= n_tokens:
+            raise HttpProblem(
+                400,
+                "invalid_value",
+                f"logit_bias: token id {token} is out of range: the vocabulary has 0 to {n_tokens - 1}",
+                "logit_bias",
+            )
+
+
+def _check_length(model: HostedModel, tokens: list[int]) -> None:
+    limit = model.engine.executor.max_positions
+    if len(tokens) > limit:
+        raise ContextLengthError(len(tokens), limit)
