@@ -48,9 +48,9 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def quiet_server(directory: Path, *options: str) -> Iterator[ServerProcess]:
+def quiet_server(directory: Path, *options: str, n_cells: int = 4096) -> Iterator[ServerProcess]:
     """A server whose log has a line for each request and nothing that went wrong."""
-    with server_process(directory, "--ctx", "4096", "--threads", "1", *options) as server:
+    with server_process(directory, "--ctx", str(n_cells), "--threads", "1", *options) as server:
         yield server
         assert_quiet(server)
 
@@ -468,31 +468,36 @@ def test_a_server_that_is_told_to_end_under_load_ends_every_stream_and_itself(
 # ---- for long
 
 
-def test_what_the_process_holds_does_not_grow_with_what_it_served(busy: ServerProcess) -> None:
+def test_what_the_process_holds_does_not_grow_with_what_it_served(tmp_path: Path) -> None:
     rng = random.Random(1)
+    few = ("--max-requests", "4", "--prefix-cache-entries", "8", "--max-batch-tokens", "64")  # few shapes of graphs
+    with quiet_server(tmp_path, *few, n_cells=1024) as server:
 
-    async def one(i: int) -> None:
-        kind = i % 4
-        body = completion(i, N_PROMPT, 8, logprobs=2)
-        if kind == 0:
-            await streamed(busy, body, leave_after=rng.randint(1, 7))
-        elif kind == 1:
-            assert (await ask(busy.port, COMPLETIONS, body))[0] == 200
-        elif kind == 2:
-            assert (await ask(busy.port, COMPLETIONS, b"{"))[0] == 400
-        else:
-            assert_whole(await streamed(busy, body), 8)
+        async def one(i: int) -> None:
+            kind = i % 4
+            body = completion(i, N_PROMPT, 8, logprobs=2)
+            if kind == 0:
+                await streamed(server, {**body, "max_tokens": 500}, leave_after=rng.randint(1, 7))
+            elif kind == 1:
+                assert (await ask(server.port, COMPLETIONS, body))[0] == 200
+            elif kind == 2:
+                assert (await ask(server.port, COMPLETIONS, b"{"))[0] == 400
+            else:
+                assert_whole(await streamed(server, body), 8)
 
-    async def round_of(n: int) -> None:
-        await asyncio.gather(*(one(rng.randrange(10_000)) for _ in range(n)))
+        async def some(n: int) -> None:
+            await asyncio.gather(*(one(rng.randrange(10_000)) for _ in range(n)))
 
-    def measure() -> tuple[int, int, int]:
-        run(round_of(100))
-        assert_soon_at_rest(busy, N_PROMPT)
-        return busy.rss(), busy.n_fds(), busy.n_threads()
+        async def all_cells() -> None:
+            assert (await ask(server.port, COMPLETIONS, completion(0, 1000, 9)))[0] == 200
 
-    for _ in range(3):
-        measure()
-    first, *_, last = [measure() for _ in range(6)]
-    assert last[0] - first[0] < 8 << 20  # 500 requests later
-    assert last[1:] == first[1:]
+        run(all_cells())
+        run(some(200))
+        assert_soon_at_rest(server, N_PROMPT)
+        rss, n_fds, n_threads = server.rss(), server.n_fds(), server.n_threads()
+        for _ in range(3):
+            run(some(120))
+        assert_soon_at_rest(server, N_PROMPT)
+        assert server.rss() - rss < 12 << 20  # 360 requests later: less than 35 KB for each
+        wait_until(lambda: server.n_fds() <= n_fds, CELLS_BACK_S, server.n_fds)
+        assert server.n_threads() <= n_threads

@@ -68,7 +68,9 @@ class ServerProcess:
     def metrics(self) -> dict[str, float]:
         """Gauges and counters of one model by their short names; those with further labels are summed."""
         found: dict[str, float] = {}
-        for match in _METRIC.finditer(self.get("/metrics")[1].decode()):
+        status, text = self.get("/metrics")
+        assert status == 200, (text, self.log)
+        for match in _METRIC.finditer(text.decode()):
             found[match[1]] = found.get(match[1], 0.0) + float(match[2])
         return found
 
