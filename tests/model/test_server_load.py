@@ -12,6 +12,8 @@ import random
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -470,7 +472,16 @@ def test_a_server_that_is_told_to_end_under_load_ends_every_stream_and_itself(
 
 def test_what_the_process_holds_does_not_grow_with_what_it_served(tmp_path: Path) -> None:
     rng = random.Random(1)
-    few = ("--max-requests", "4", "--prefix-cache-entries", "8", "--max-batch-tokens", "64")  # few shapes of graphs
+    few = (
+        "--max-requests",
+        "4",
+        "--max-queue",
+        "200",
+        "--prefix-cache-entries",
+        "8",
+        "--max-batch-tokens",
+        "64",
+    )  # few shapes of graphs
     with quiet_server(tmp_path, *few, n_cells=1024) as server:
 
         async def one(i: int) -> None:
@@ -501,3 +512,13 @@ def test_what_the_process_holds_does_not_grow_with_what_it_served(tmp_path: Path
         assert server.rss() - rss < 12 << 20  # 360 requests later: less than 35 KB for each
         wait_until(lambda: server.n_fds() <= n_fds, CELLS_BACK_S, server.n_fds)
         assert server.n_threads() <= n_threads
+
+
+@pytest.mark.source_tree
+def test_the_script_that_measures_a_server_under_load_prints_its_tables() -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "server_load.py"
+    command = [sys.executable, str(script), "--turns", "1", "--tokens", "4", "--streams", "2", "--threads", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^\| \S.*\d+ \(\d+ to \d+\)", done.stdout, re.MULTILINE)) == 3 + 4
+    assert re.search(r"/health while they run: \d+ answers, .* 0 failed", done.stdout)
