@@ -46,6 +46,7 @@ class Checked:
 class _Rule:
     # alternatives; an element is the name of a rule, or None for something that takes a character or a token
     alternatives: list[list[str | None]] = field(default_factory=list)
+    copies: int = 1  # how often its elements may follow each other, where libllama writes that out
 
 
 def check_grammar(text: str, root: str = "root") -> Checked:
@@ -215,10 +216,15 @@ class _Parser:
                 raise self.error(f"repetitions {bounds[0][:-1]!r} are not in order, or over {MAX_REPETITIONS}")
         self.count(len(item) * max(least, most or 0))
         result = item * min(least, 1)
+        if least > 1 and item[0] is not None:
+            made = self.new_rule([item])
+            self.rules[made].copies = least
+            result = [made]
         if most is None or most > least:
             made = self.new_rule([])
             # as libllama writes S*: S' ::= S S' or nothing; that a bounded one ends changes nothing here
             self.rules[made].alternatives = [[*item, made], []]
+            self.rules[made].copies = 1 if most is None or item[0] is None else most - least
             result = [*result, made]
         return result
 
@@ -261,19 +267,22 @@ def _refuse_left_recursion(rules: dict[str, _Rule], empty: set[str]) -> dict[str
 def _refuse_width(rules: dict[str, _Rule], empty: set[str], component: dict[str, int]) -> None:
     """libllama walks all ways to go on at one place, and for optional elements in a row all choices of them."""
     first: dict[str, int] = {}
+    in_a_row: dict[str, int] = {}  # elements that may be empty, on the way through one that is
     for name in sorted(rules, key=component.__getitem__):  # rules that others begin with come first
-        first[name] = 0
+        first[name], in_a_row[name] = 0, 1
+        copies = rules[name].copies if empty.issuperset(rules[name].alternatives[0]) else 1
         for elements in rules[name].alternatives:
             width = n_optional = 0
             for element in reversed(elements):
                 own = 1 if element is None else first.get(element, 0)
                 width = own + (width if element in empty else 0)
-                n_optional = n_optional + 1 if element in empty else 0
-                if n_optional > MAX_OPTIONAL:
+                n_optional = n_optional + in_a_row.get(element or "", 0) if element in empty else 0
+                if n_optional * copies > MAX_OPTIONAL:
                     raise InputError(f"the grammar has over {MAX_OPTIONAL} optional elements in a row")
                 if width > MAX_WIDTH:
                     break
-            first[name] += width
+            in_a_row[name] = max(in_a_row[name], n_optional * copies if empty.issuperset(elements) else 0)
+            first[name] += width * copies
             if first[name] > MAX_WIDTH:
                 shown = name if not name.startswith("(") else "a group"
                 raise InputError(f"the grammar has over {MAX_WIDTH} ways to go on at one place (in {shown!r})")

@@ -13,14 +13,14 @@ from starlette.responses import JSONResponse, Response
 from ggml_engine.control.embedding import Embedding
 from ggml_engine.models.pooling import choose_pooling
 from ggml_engine.server.errors import HttpProblem
-from ggml_engine.server.fields import Fields, read_fields
 from ggml_engine.server.guard import read_json
 from ggml_engine.server.hosting import HostedModel
+from ggml_engine.server.validation import RequestModel, validated
 
 MAX_TEXTS: Final = 2048
 
 
-class Embeddings(Fields):
+class Embeddings(RequestModel):
     """What OpenAI's endpoint takes, but for `dimensions`: a cut embedding of a model not made for it means nothing."""
 
     input: str | Annotated[list[Any], Field(min_length=1, max_length=MAX_TEXTS)]
@@ -34,7 +34,7 @@ async def embeddings(request: Request) -> Response:
     values = await read_json(request)
     if values.get("dimensions", ...) is None:  # as some clients send what is not set
         del values["dimensions"]
-    body = read_fields(Embeddings, values)
+    body = validated(Embeddings, values)
     async with request.state.host.use(body.model) as model:
         texts = await asyncio.to_thread(_encoded, model, _inputs(body.input))
         n_tokens = sum(int(ids.size) for ids in texts)

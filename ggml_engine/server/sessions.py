@@ -19,16 +19,16 @@ from starlette.routing import Route
 
 from ggml_engine.control.saved_names import SUFFIX, names_in, path_of
 from ggml_engine.server.errors import HttpProblem
-from ggml_engine.server.fields import Fields, read_fields
 from ggml_engine.server.guard import read_json
 from ggml_engine.server.hosting import HostedModel, gib
+from ggml_engine.server.validation import RequestModel, validated
 
 SESSION_NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}", re.ASCII)
 _WAIT_S: Final = 30.0
 _HEADER_BYTES: Final = 1 << 16  # of a saved file, beside its K/V
 
 
-class Fork(Fields):
+class Fork(RequestModel):
     """A new name, and how many tokens it shares (None: all)."""
 
     name: str
@@ -36,14 +36,14 @@ class Fork(Fields):
     model: str | None = None
 
 
-class Rewind(Fields):
+class Rewind(RequestModel):
     """The position to go back to."""
 
     to: int = Field(ge=1)
     model: str | None = None
 
 
-class Stored(Fields):
+class Stored(RequestModel):
     """The name of the file; by default that of the session."""
 
     file: str | None = None
@@ -91,7 +91,7 @@ async def list_sessions(request: Request) -> Response:
 async def fork(request: Request) -> Response:
     """A further session that shares the first tokens of this one, which may be in use."""
     source = checked_name(request.path_params["name"])
-    body = read_fields(Fork, await read_json(request))
+    body = validated(Fork, await read_json(request))
     new = checked_name(body.name)
     async with request.state.host.use(body.model) as model:
         info = await request.state.host.in_thread(
@@ -103,7 +103,7 @@ async def fork(request: Request) -> Response:
 async def rewind(request: Request) -> Response:
     """Go back to a position."""
     name = checked_name(request.path_params["name"])
-    body = read_fields(Rewind, await read_json(request))
+    body = validated(Rewind, await read_json(request))
     async with request.state.host.use(body.model) as model:
         info = await request.state.host.in_thread(
             lambda: model.runtime.rewind(request.state.partition, name, body.to, timeout=_WAIT_S)
@@ -114,7 +114,7 @@ async def rewind(request: Request) -> Response:
 async def save(request: Request) -> Response:
     """Write it to a file."""
     name = checked_name(request.path_params["name"])
-    body = read_fields(Stored, await read_json(request))
+    body = validated(Stored, await read_json(request))
     file = name if body.file is None else body.file
     async with request.state.host.use(body.model) as model:
         directory = _directory(request, model.name)
@@ -142,7 +142,7 @@ def _save(request: Request, model: HostedModel, name: str, directory: Path, file
 async def load(request: Request) -> Response:
     """Make what was saved a session of this name, in the place of an idle one."""
     name = checked_name(request.path_params["name"])
-    body = read_fields(Stored, await read_json(request))
+    body = validated(Stored, await read_json(request))
     file = name if body.file is None else body.file
     async with request.state.host.use(body.model) as model:
         directory = _directory(request, model.name)

@@ -15,6 +15,7 @@ from typing import Any, Final, NoReturn
 from ggml_engine.server.errors import HttpProblem
 
 MAX_DEPTH: Final = 64
+MAX_NAMES: Final = 16_384  # of one object: each that nobody knows is a fault of its own
 MAX_DIGITS: Final = 4300  # of an integer: Python's own bound, which can be turned off
 _SUSPECT: Final = re.compile(r"\\u(?:0000|[dD][89a-fA-F])")  # NUL, or a half of a surrogate pair
 
@@ -24,6 +25,8 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_NAMES:
+        _refuse(f"an object has {len(pairs)} names, at most {MAX_NAMES} are read")
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ggml_engine.server.fields import Fields, read_fields
 from ggml_engine.server.guard import read_json
+from ggml_engine.server.validation import Many, RequestModel, validated
+
+_PART: Final = 4096  # tokens that are written as JSON at once
 
 
-class Tokenize(Fields):
+class Tokenize(RequestModel):
     """A text, and how it is read."""
 
     content: str
@@ -24,18 +27,25 @@ class Tokenize(Fields):
     model: str | None = None
 
 
-class Detokenize(Fields):
+class Detokenize(RequestModel):
     """Ids of tokens."""
 
-    tokens: list[int] = Field(max_length=1 << 20)
+    tokens: Many[int] = Field(max_length=1 << 20)
     model: str | None = None
 
 
 async def tokenize(request: Request) -> Response:
     """`{"tokens": [id, ...]}`, or with pieces `[{"id", "piece"}]`; a piece that is no UTF-8 is a list of its bytes."""
-    body = read_fields(Tokenize, await read_json(request))
+    body = validated(Tokenize, await read_json(request))
     async with request.state.host.use(body.model) as model:
-        return JSONResponse({"tokens": await asyncio.to_thread(_tokenized, model.engine.vocabulary, body)})
+        return Response(await asyncio.to_thread(_written, model.engine.vocabulary, body), media_type="application/json")
+
+
+def _written(vocabulary: Any, body: Tokenize) -> bytes:
+    """The answer. JSON holds Python's lock while it is written, so a part is written at a time."""
+    found = _tokenized(vocabulary, body)
+    parts = [json.dumps(found[start : start + _PART])[1:-1] for start in range(0, len(found), _PART)]
+    return ('{"tokens":[' + ",".join(parts) + "]}").encode()
 
 
 def _tokenized(vocabulary: Any, body: Tokenize) -> list[Any]:
@@ -58,7 +68,7 @@ def _piece(vocabulary: Any, names: dict[int, str], token: int) -> str | list[int
 
 async def detokenize(request: Request) -> Response:
     """`{"content": text}`; control tokens are spelled out, as `tokenize` reads them."""
-    body = read_fields(Detokenize, await read_json(request))
+    body = validated(Detokenize, await read_json(request))
     async with request.state.host.use(body.model) as model:
         return JSONResponse({"content": await asyncio.to_thread(_text, model.engine.vocabulary, body.tokens)})
 

@@ -13,9 +13,9 @@ from ggml_engine.server.dialects.chat_request import ChatRequest
 from ggml_engine.server.dialects.completions_request import CompletionRequest
 from ggml_engine.server.dialects.responses_request import ResponseRequest
 from ggml_engine.server.dialects.sampling import SAMPLER_FIELDS, SamplingFields, session_of
-from ggml_engine.server.dialects.validation import validated
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.jobs import ChatJob, CompletionJob
+from ggml_engine.server.validation import validated
 
 HELLO = [{"role": "user", "content": "hello"}]
 BASES: dict[type, dict[str, Any]] = {

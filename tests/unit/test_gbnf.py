@@ -21,6 +21,9 @@ GOOD = [
     "root ::= <[3]> !<think> .",
     'root ::= "(" root ")" | "x"',
     "root ::= " + "(" * 100 + '"a"' + ")" * 100,
+    'root ::= "a"{0,2000} [0-9]{2000} x{50} x{0,50}\nx ::= "b"+',
+    'root ::= ("a"?){8} "b" ("a"?){8}',
+    "root ::= x x x\nx ::= [a-z] " + '"a"? ' * 10 + '| ""',
 ]
 BAD = [
     ("", "no rule 'root'"),
@@ -48,6 +51,11 @@ BAD = [
     ("root ::= root", "left-recursive"),
     ("root ::= " + "(" * 100_000, "nested"),
     ("root ::= " + '"a"? ' * 17, "optional"),
+    ('root ::= ("a"?){50} "b"', "optional"),
+    ('root ::= ((("a"?){50}){50}){50}', "optional"),
+    ('root ::= (("a"?){0,50}){0,50}', "optional"),
+    ('root ::= ((("a"? "b"?){3}){3}){3}', "optional"),
+    ('root ::= x{20}\nx ::= "a" | ""', "optional"),
     ("root ::= " + "|".join(["[a]"] * 513), "ways to go on"),
     ("root ::= " + f'"{"a" * 2000}"' + "{1000}", str(MAX_ELEMENTS)),
     ("root ::= " + " ".join(["(.)"] * 5000), "rules"),

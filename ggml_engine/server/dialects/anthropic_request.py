@@ -10,9 +10,9 @@ from pydantic import AfterValidator, Field
 from ggml_engine.chat.tools import ToolChoice
 from ggml_engine.server.dialects.parts import MAX_TOOLS, FunctionName, MediaPart, TemplateFlags, check_tools
 from ggml_engine.server.dialects.sampling import SamplingFields, StopField
-from ggml_engine.server.dialects.validation import Disabled, NoEffect, Refused, RequestModel, invalid, only
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.jobs import ChatJob, Message
+from ggml_engine.server.validation import Disabled, Many, NoEffect, Refused, RequestModel, invalid, only
 
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -36,7 +36,7 @@ class ToolUseBlock(RequestModel):
 class ToolResultBlock(RequestModel):
     type: Literal["tool_result"]
     tool_use_id: CallId
-    content: str | list[Annotated[TextBlock | MediaPart, Field(discriminator="type")]] | None = None
+    content: str | Many[Annotated[TextBlock | MediaPart, Field(discriminator="type")]] | None = None
     is_error: bool | None = None
     cache_control: NoEffect = None
 
@@ -63,7 +63,7 @@ def _text(content: str | list[Any]) -> str:
 
 class MessageFields(RequestModel):
     role: Literal["user", "assistant"]
-    content: str | list[Block]
+    content: str | Many[Block]
 
     def messages(self) -> list[Message]:
         """Results of tools are messages of their own; a result stands before what the user says beside it."""
@@ -177,9 +177,9 @@ class PromptFields(SamplingFields):
     """What a prompt is made of: all of a request for counting."""
 
     model: str | None = None
-    messages: Annotated[list[MessageFields], Field(min_length=1), AfterValidator(_blocks_of_roles)]
-    system: str | list[TextBlock] | None = None
-    tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
+    messages: Annotated[Many[MessageFields], Field(min_length=1), AfterValidator(_blocks_of_roles)]
+    system: str | Many[TextBlock] | None = None
+    tools: Annotated[Many[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: Annotated[AutoChoice | NoneChoice | NamedChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -21,9 +21,9 @@ from ggml_engine.server.dialects.parts import (
     effort_variables,
 )
 from ggml_engine.server.dialects.sampling import ChoicesField, CountField, SamplingFields, StopField
-from ggml_engine.server.dialects.validation import Disabled, NoEffect, Refused, RequestModel, only
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.jobs import MAX_TOP_LOGPROBS, ChatJob, Message
+from ggml_engine.server.validation import Disabled, Many, NoEffect, Refused, RequestModel, only
 
 
 class TextPart(RequestModel):
@@ -38,7 +38,7 @@ class TextPart(RequestModel):
 
 
 Part = Annotated[TextPart | RefusalPart | MediaPart, Field(discriminator="type")]
-Content = str | list[Part]
+Content = str | Many[Part]
 
 
 def text_of(content: Content | None) -> str:
@@ -82,7 +82,7 @@ class AssistantMessage(RequestModel):
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Many[ToolCall] | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
     annotations: NoEffect = None
@@ -173,7 +173,7 @@ class ChatRequest(SamplingFields):
     """What a client may say. `max_completion_tokens` and `max_tokens` are the same; one of them is to be given."""
 
     model: str | None = None
-    messages: Annotated[list[AnyMessage], Field(min_length=1)]
+    messages: Annotated[Many[AnyMessage], Field(min_length=1)]
     max_tokens: CountField = None
     max_completion_tokens: CountField = None
     stop: StopField = None
@@ -181,7 +181,7 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
+    tools: Annotated[Many[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None

@@ -8,9 +8,9 @@ from pydantic import AfterValidator, Field
 
 from ggml_engine.server.dialects.chat_request import ResponseFormat, StreamOptions, check_stream_options, schema_of
 from ggml_engine.server.dialects.sampling import ChoicesField, CountField, SamplingFields, StopField
-from ggml_engine.server.dialects.validation import NoEffect, Refused, invalid
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.jobs import MAX_PROMPTS, MAX_TOP_LOGPROBS, CompletionJob, Prompt
+from ggml_engine.server.validation import NoEffect, Refused, invalid
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:

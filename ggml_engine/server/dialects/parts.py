@@ -8,8 +8,8 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from ggml_engine.chat.tools import ToolChoice
 from ggml_engine.ggml.sampler_config import SamplerConfig
-from ggml_engine.server.dialects.validation import RequestModel, invalid, unsupported
 from ggml_engine.server.errors import HttpProblem
+from ggml_engine.server.validation import RequestModel, invalid, unsupported
 
 MAX_TOOLS: Final = 128
 ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}

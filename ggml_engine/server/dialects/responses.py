@@ -14,12 +14,12 @@ from ggml_engine.server.dialects.response_store import ResponseStore
 from ggml_engine.server.dialects.responses_rendering import ResponseStream, render_response
 from ggml_engine.server.dialects.responses_request import ResponseRequest
 from ggml_engine.server.dialects.sampling import session_of
-from ggml_engine.server.dialects.validation import validated
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.events import Answer, Event, Finished
 from ggml_engine.server.guard import read_json
 from ggml_engine.server.hosting import use_model
 from ggml_engine.server.jobs import Message
+from ggml_engine.server.validation import validated
 
 
 def responses_endpoint(store: ResponseStore) -> Callable[[Request], Awaitable[Response]]:

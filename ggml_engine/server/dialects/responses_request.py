@@ -22,9 +22,9 @@ from ggml_engine.server.dialects.parts import (
     effort_variables,
 )
 from ggml_engine.server.dialects.sampling import CountField, SamplingFields, StopField
-from ggml_engine.server.dialects.validation import Disabled, NoEffect, Refused, RequestModel, only, unsupported
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.jobs import MAX_TOP_LOGPROBS, ChatJob, Message
+from ggml_engine.server.validation import Disabled, Many, NoEffect, Refused, RequestModel, only, unsupported
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -43,7 +43,7 @@ class TextPart(RequestModel):
 
 
 Part = Annotated[TextPart | RefusalPart | MediaPart, Field(discriminator="type")]
-Content = str | list[Part]
+Content = str | Many[Part]
 
 
 def _text(content: Content) -> str:
@@ -89,8 +89,8 @@ class ReasoningText(RequestModel):
 class ReasoningItem(RequestModel):
     type: Literal["reasoning"]
     id: NoEffect = None
-    summary: list[ReasoningText] = Field(default_factory=list)
-    content: list[ReasoningText] | None = None
+    summary: Many[ReasoningText] = Field(default_factory=list)
+    content: Many[ReasoningText] | None = None
     encrypted_content: Refused = None
     status: NoEffect = None
 
@@ -192,16 +192,16 @@ class ResponseRequest(SamplingFields):
     """What a client may say."""
 
     model: str | None = None
-    input: str | list[Item]
+    input: str | Many[Item]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     max_output_tokens: CountField = None
     stop: StopField = None
-    include: Annotated[list[str] | None, AfterValidator(_includes)] = None
+    include: Annotated[Many[str] | None, AfterValidator(_includes)] = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     text: TextConfig | None = None
-    tools: Annotated[list[FunctionTool] | None, Field(max_length=MAX_TOOLS)] = None
+    tools: Annotated[Many[FunctionTool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None

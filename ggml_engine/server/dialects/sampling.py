@@ -10,10 +10,10 @@ from pydantic import AfterValidator, Field
 
 from ggml_engine.errors import InputError, OptionError
 from ggml_engine.ggml.sampler_config import MAX_SEED, SamplerConfig
-from ggml_engine.server.dialects.validation import RequestModel, invalid
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.jobs import MAX_CHOICES
 from ggml_engine.server.sessions import SESSION_NAME
+from ggml_engine.server.validation import Many, RequestModel, invalid
 
 MAX_STOPS: Final = 16
 MAX_STOP_BYTES: Final = 256
@@ -50,7 +50,7 @@ def _session_name(value: str | None) -> str | None:
     return value
 
 
-StopField = Annotated[str | list[str] | None, AfterValidator(_stops)]
+StopField = Annotated[str | Many[str] | None, AfterValidator(_stops)]
 BiasField = Annotated[dict[str, float] | None, AfterValidator(_biases)]
 SessionField = Annotated[str | None, AfterValidator(_session_name)]
 CountField = Annotated[int | None, Field(ge=1, le=2**31 - 1)]
@@ -73,7 +73,7 @@ class SamplingFields(RequestModel):
     dry_base: float | None = None
     dry_allowed_length: int | None = None
     dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: list[str] | None = None
+    dry_sequence_breakers: Many[str] | None = None
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
     mirostat: int | None = None
