@@ -43,16 +43,13 @@ class GraphCache:
         self._max_bytes = max_bytes
         self._ready: OrderedDict[GraphKey, ReadyGraph] = OrderedDict()
         self._newest: tuple[GraphKey, ReadyGraph] | None = None  # the last one of these
+        self._n_bytes: dict[GraphKey, int] = {}
+        self.working_bytes = 0  # of all graphs held: any thread may read it, while this one frees them
         self.n_built = 0
         self.n_reused = 0
 
     def __len__(self) -> int:
         return len(self._ready)
-
-    @property
-    def working_bytes(self) -> int:
-        """Working memory of all graphs held."""
-        return sum(ready.graph.working_bytes for ready in self._ready.values())
 
     def get(self, key: GraphKey) -> ReadyGraph:
         """The graph of this shape, built if there is none."""
@@ -73,23 +70,27 @@ class GraphCache:
         self._make_room()
         ready = self._build(key)
         self._ready[key] = ready
+        self._n_bytes[key] = n_bytes = ready.graph.working_bytes
+        self.working_bytes += n_bytes
         self.n_built += 1
         return ready
 
     def _make_room(self) -> None:
         while self._ready and (len(self._ready) >= self._max_graphs or self.working_bytes > self._max_bytes):
-            _, oldest = self._ready.popitem(last=False)
-            oldest.graph.free()
+            self._free(next(iter(self._ready)))
+
+    def _free(self, key: GraphKey) -> None:
+        self._ready.pop(key).graph.free()
+        self.working_bytes -= self._n_bytes.pop(key)
 
     def drop(self, is_stale: Callable[[GraphKey], bool]) -> None:
         """Drop the graphs of some keys."""
         self._newest = None
         for key in [key for key in self._ready if is_stale(key)]:
-            self._ready.pop(key).graph.free()
+            self._free(key)
 
     def clear(self) -> None:
         """Drop all graphs."""
         self._newest = None
-        for ready in self._ready.values():
-            ready.graph.free()
-        self._ready.clear()
+        for key in list(self._ready):
+            self._free(key)

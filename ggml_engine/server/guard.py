@@ -27,6 +27,7 @@ from ggml_engine.server.keys import ApiKeys, presented_key
 from ggml_engine.server.lifecycle import Lifecycle
 from ggml_engine.server.logs import log_bug, log_request
 from ggml_engine.server.strict_json import parse_object
+from ggml_engine.server.timeouts import timeout
 
 OPEN_PATHS: Final = frozenset({"/health"})  # everything else needs the key, where there are keys
 _WITH_BODY: Final = frozenset({"POST", "PUT", "PATCH"})
@@ -184,7 +185,7 @@ class _Exchange:
         parts: list[bytes] = []
         n_bytes = 0
         try:
-            async with _timeout(self._guard._rules.body_timeout_s):
+            async with timeout(self._guard._rules.body_timeout_s):
                 while True:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
@@ -214,7 +215,7 @@ class _Exchange:
             return
         n_bytes = 0
         with suppress(asyncio.TimeoutError):
-            async with _timeout(_DISCARDING_S):
+            async with timeout(_DISCARDING_S):
                 while n_bytes < _DISCARDED_BYTES:
                     message = await self._receive()
                     n_bytes += len(message.get("body", b""))
@@ -318,28 +319,3 @@ def _replayed(body: bytes, gone: asyncio.Event) -> Receive:
         return {"type": "http.disconnect"}
 
     return receive
-
-
-class _timeout:  # noqa: N801 - as asyncio.timeout, which Python 3.10 does not have
-    """`async with _timeout(seconds)`: asyncio.TimeoutError when the block takes longer."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._expired = False
-
-    async def __aenter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._handle = asyncio.get_running_loop().call_later(self._seconds, self._expire)
-
-    def _expire(self) -> None:
-        self._expired = True
-        self._task.cancel()
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
-        self._handle.cancel()
-        if self._expired and kind is asyncio.CancelledError:
-            if hasattr(self._task, "uncancel"):
-                self._task.uncancel()
-            raise asyncio.TimeoutError

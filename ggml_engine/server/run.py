@@ -31,6 +31,7 @@ from ggml_engine.server.transport import Acceptor, ConnectionLimits, Room, Serve
 INTERRUPTED: Final = 130
 _STREAMS_END_S: Final = 0.5
 _REQUESTS_END_S: Final = 0.5
+_LAST_WRITES_S: Final = 0.1
 _MODELS_END_S: Final = 1.2
 _BACKLOG: Final = 2048
 
@@ -132,9 +133,10 @@ class Server(uvicorn.Server):
         tasks = set(self.server_state.tasks)
         if tasks:  # those that were ended still write their answers
             await asyncio.wait(tasks, timeout=_REQUESTS_END_S)
-        for connection in list(self.server_state.connections):
-            if connection.transport.get_write_buffer_size():
-                await asyncio.sleep(0.05)
+        connections = list(self.server_state.connections)
+        if any(connection.transport.get_write_buffer_size() for connection in connections):
+            await asyncio.sleep(_LAST_WRITES_S)  # one time for all of them: some may never read
+        for connection in connections:
             connection.transport.abort()
         left = {task for task in tasks if not task.done()}
         for task in left:

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from ggml_engine.server.errors import HttpProblem, dialect_of
 from ggml_engine.server.lifecycle import Lifecycle
+from ggml_engine.server.timeouts import timeout
 
 MAX_PARTS: Final = 256
 DONE: Final = "[DONE]"
@@ -159,7 +160,8 @@ class EventStream(Response):
             raise
 
     async def _sent(self, send: Send, message: dict[str, Any]) -> None:
-        await asyncio.wait_for(send(message), self._write_timeout_s)
+        async with timeout(self._write_timeout_s):
+            await send(message)
 
     def _take(self) -> tuple[str, bool]:
         with self._lock:

@@ -172,6 +172,29 @@ def test_a_client_that_leaves_cancels_the_generation_once() -> None:
     assert cancels == ["x"]
 
 
+def test_a_client_that_leaves_as_a_write_ends_cancels_the_generation() -> None:
+    cancels: list[str] = []
+
+    async def go() -> None:
+        stream, scope, _ = stream_of(lambda: cancels.append("x"))
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                asyncio.get_running_loop().call_soon(sending.cancel)
+
+        sending = asyncio.create_task(stream(scope, never, send))
+        stream.put({"n": 1})
+        await asyncio.wait({sending}, timeout=1)
+        was_over = sending.done()
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        assert was_over
+
+    run(go())
+    assert cancels == ["x"]
+
+
 def test_a_server_that_closes_ends_its_streams_with_an_error() -> None:
     cancels: list[str] = []
 

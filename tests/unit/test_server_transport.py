@@ -194,6 +194,25 @@ def test_a_connection_beyond_the_bound_waits_and_is_served(monkeypatch: pytest.M
         assert [status_of(everything(connection)) for connection in late] == [200] * 5
 
 
+def test_answers_that_nobody_reads_do_not_hold_up_the_end_one_by_one(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _files()
+    n = 240  # each would have its own twentieth of a second
+    body = json.dumps({"put": ["x" * 180_000]}).encode()  # more than the system takes, less than a write waits for
+    with ExitStack() as stack, running(jobs, monkeypatch=monkeypatch, keep_alive_s=60, write_timeout_s=60) as server:
+        for _ in range(n):
+            stack.enter_context(server.connect(rcvbuf=4096)).sendall(post("/stream", body))
+        state = server.server.server_state
+
+        def are_left() -> bool:
+            return (
+                not state.tasks and sum(each.transport.get_write_buffer_size() > 0 for each in state.connections) == n
+            )
+
+        wait_for(are_left, "all have answered, and nobody reads")
+
+
 @contextmanager
 def child(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server in a process of its own, and its address."""
