@@ -23,7 +23,7 @@ from ggml_engine.errors import (
     UnsupportedArchitectureError,
 )
 from ggml_engine.ggml.gguf import GGUFFile
-from ggml_engine.ggml.llama_checks import is_encoder
+from ggml_engine.ggml.llama_architectures import is_encoder
 from ggml_engine.ggml.vocab import PendingVocabulary, Vocabulary
 from ggml_engine.known_models import find_model
 

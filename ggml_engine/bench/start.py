@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Final
 
@@ -72,18 +73,32 @@ def start(setting: Setting, report: ModelReport) -> None:
         row.comparisons.append(Comparison("time, ours / llama-cpp-python", first["ours"], first[theirs]))
         row.comparisons.append(Comparison("memory, ours / llama-cpp-python", peak["ours"], peak[theirs]))
     names = list(programs)
-    for repetition in range(-1, setting.repetitions):
-        setting.progress(f"{row.case}, {row.label}: {max(0, repetition)} of {setting.repetitions} repetitions")
-        found = {}
-        for which in turns(len(names), max(0, repetition)):
-            found[names[which]] = _run(setting, programs[names[which]])
-        if repetition >= 0:
-            for name, (total_s, load_s, n_bytes) in found.items():
-                first[name].values.append(total_s)
-                load[name].values.append(load_s)
-                _note(peak[name], n_bytes)
+    with tempfile.TemporaryDirectory() as directory:
+        environment = child_environment(directory)
+        for repetition in range(-1, setting.repetitions):
+            setting.progress(f"{row.case}, {row.label}: {max(0, repetition)} of {setting.repetitions} repetitions")
+            found = {}
+            for which in turns(len(names), max(0, repetition)):
+                found[names[which]] = _run(setting, programs[names[which]], environment)
+            if repetition >= 0:
+                for name, (total_s, load_s, n_bytes) in found.items():
+                    first[name].values.append(total_s)
+                    load[name].values.append(load_s)
+                    _note(peak[name], n_bytes)
     if not peak["ours"].values:
         row.skipped["peak memory"] = "this system does not tell it"
+
+
+def child_environment(directory: str) -> dict[str, str]:
+    """What the processes inherit; where Python is told to keep no bytecode, they keep theirs in `directory`.
+
+    Else every one of them would compile all its modules, which no installed program does. The first repetition, which
+    does not count, writes it.
+    """
+    environment = dict(os.environ)
+    if environment.pop("PYTHONDONTWRITEBYTECODE", None):
+        environment["PYTHONPYCACHEPREFIX"] = directory
+    return environment
 
 
 def _note(series: Series, value: float | None) -> None:
@@ -91,7 +106,7 @@ def _note(series: Series, value: float | None) -> None:
         series.values.append(value)
 
 
-def _run(setting: Setting, program: str) -> tuple[float, float, float | None]:
+def _run(setting: Setting, program: str, environment: dict[str, str]) -> tuple[float, float, float | None]:
     arguments = [
         str(setting.path.resolve()), N_CELLS, setting.n_threads, setting.device, setting.attention,
         setting.prefill_weights, PROMPT,
@@ -99,7 +114,7 @@ def _run(setting: Setting, program: str) -> tuple[float, float, float | None]:
     command = [sys.executable, "-c", _BEFORE + program + _AFTER, json.dumps(arguments)]
     began = time.perf_counter()
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=dict(os.environ),
+        command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=environment,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
     total_s = time.perf_counter() - began

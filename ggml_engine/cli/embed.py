@@ -67,7 +67,7 @@ def load_embedder(model: str, engine: Any, threads: int | None) -> Engine | Enco
     from ggml_engine.engine import Engine  # noqa: PLC0415
     from ggml_engine.executor.encoder import Encoder  # noqa: PLC0415
     from ggml_engine.ggml.gguf import GGUFFile  # noqa: PLC0415
-    from ggml_engine.ggml.llama_checks import is_encoder  # noqa: PLC0415
+    from ggml_engine.ggml.llama_architectures import is_encoder  # noqa: PLC0415
     from ggml_engine.known_models import find_model  # noqa: PLC0415
 
     path = find_model(model)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,11 +33,10 @@ def machine_memory() -> MachineMemory | None:
         if platform == "linux":
             return within_limit(parse_meminfo(Path("/proc/meminfo").read_text(encoding="ascii")), _cgroup())
         if platform == "darwin":
-            done = subprocess.run(["/usr/bin/vm_stat"], capture_output=True, text=True, timeout=5, check=True)
-            return parse_vm_stat(done.stdout, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+            return _vm_stat()
         if platform == "win32":
             return _windows()
-    except (OSError, ValueError, KeyError, AttributeError, subprocess.SubprocessError):
+    except (OSError, ValueError, KeyError, AttributeError):
         pass
     return None
 
@@ -55,6 +53,16 @@ def parse_vm_stat(text: str, total: int) -> MachineMemory:
     found = dict(re.findall(r"^Pages ([\w ]+):\s+(\d+)\.$", text, re.MULTILINE))
     n = sum(int(found[name]) for name in ("free", "inactive", "speculative"))
     return MachineMemory(total, min(total, n * page))
+
+
+def _vm_stat() -> MachineMemory:
+    import subprocess  # noqa: PLC0415  # slow to import, and other systems do without
+
+    try:
+        done = subprocess.run(["/usr/bin/vm_stat"], capture_output=True, text=True, timeout=5, check=True)
+    except subprocess.SubprocessError as error:
+        raise OSError(f"vm_stat: {error}") from error
+    return parse_vm_stat(done.stdout, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def within_limit(machine: MachineMemory, limit: tuple[int, int] | None) -> MachineMemory:

@@ -18,9 +18,7 @@ from ggml_engine.control.core import Core
 from ggml_engine.control.deadline import Deadline
 from ggml_engine.control.future import EngineFuture
 from ggml_engine.control.options import RunnerOptions
-from ggml_engine.control.saved_file import open_saved
 from ggml_engine.control.saved_names import Directory, names_in, path_of
-from ggml_engine.control.saving import SESSION, check_made_for, load_sessions
 from ggml_engine.control.session import Session
 from ggml_engine.control.text import TextModel
 from ggml_engine.errors import OptionError, SavedStateError, WouldBlockError
@@ -95,6 +93,9 @@ class Runner:
         """
         if self._core.is_engine_thread():
             raise WouldBlockError("load_session waits for the thread that this callback runs on")
+        from ggml_engine.control.saved_file import open_saved  # noqa: PLC0415  # a start needs none of it
+        from ggml_engine.control.saving import SESSION, check_made_for, load_sessions  # noqa: PLC0415
+
         deadline = Deadline(timeout)
         with open_saved(path_of(directory, name), deadline) as saved:
             check_made_for(self._core, saved, SESSION)

@@ -27,7 +27,6 @@ from ggml_engine.control.generation import (
     without_frames,
 )
 from ggml_engine.control.saved_names import Directory, path_of
-from ggml_engine.control.saving import save_session
 from ggml_engine.control.session_state import SessionState
 from ggml_engine.errors import ClosedError, EngineError, InputError, SessionBusyError, WouldBlockError
 from ggml_engine.executor.prepared import PreparedInput
@@ -257,6 +256,8 @@ class Session:
         """
         if self._core.is_engine_thread():
             raise WouldBlockError("save waits for the thread that this callback runs on: do it after the generation")
+        from ggml_engine.control.saving import save_session  # noqa: PLC0415  # a start needs none of it
+
         save_session(self._core, self._state, path_of(directory, name), Deadline(timeout))
 
     def yield_when_idle(self) -> None:

@@ -7,6 +7,7 @@ Does not know: tensors, which are behind `RowStorage`, and files.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +15,6 @@ import numpy.typing as npt
 
 from ggml_engine.errors import CacheError, InputError, PositionError, UnknownSequenceError
 from ggml_engine.executor.image import ImageReader, ImageWriter, KvImage, Rows
-from ggml_engine.executor.turn import Turn
 from ggml_engine.pool.adoption import Adoption, adopt
 from ggml_engine.pool.cells import CellCache
 
@@ -42,7 +42,13 @@ class CellImageReader(ImageReader):
     The caller has the turn. Raises UnknownSequenceError, and PositionError for positions that are not committed.
     """
 
-    def __init__(self, cache: CellCache, storage: RowStorage, turn: Turn, parts: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        cache: CellCache,
+        storage: RowStorage,
+        turn: AbstractContextManager[object],
+        parts: Sequence[tuple[int, int]],
+    ) -> None:
         for sequence, upto in parts:
             if not 0 <= upto <= cache.length(sequence):
                 raise PositionError(
@@ -81,7 +87,9 @@ class CellImageWriter(ImageWriter):
     other kinds of CacheError of `CellCache.open`, and NativeError; then nothing has changed.
     """
 
-    def __init__(self, cache: CellCache, storage: RowStorage, turn: Turn, image: KvImage) -> None:
+    def __init__(
+        self, cache: CellCache, storage: RowStorage, turn: AbstractContextManager[object], image: KvImage
+    ) -> None:
         if image.row_bytes != storage.row_bytes:
             raise InputError(f"rows of {image.row_bytes} bytes are given, here a cell has {storage.row_bytes}")
         if any(table.size != n for table, n in zip(image.tables, image.lengths, strict=True)):

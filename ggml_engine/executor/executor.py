@@ -6,7 +6,6 @@ that touches ggml runs on the caller's thread; callers on several threads take t
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -172,6 +171,8 @@ class GgmlExecutor(Executor):
         name = f"{self.model.fingerprint}\n{how!r}\n"
         if (prefill := self.model.prefill) is not None:
             name += f"{prefill.layout} from {prefill.min_tokens} tokens on\n"
+        import hashlib  # noqa: PLC0415  # it loads OpenSSL, and a start needs none
+
         return hashlib.sha256(name.encode()).hexdigest()
 
     @property

@@ -7,13 +7,11 @@ processes which read meanwhile see the old one or the new one.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import stat
 import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -50,6 +48,8 @@ def directory() -> Path:
 
 def path_of(subject: Mapping[str, Any]) -> Path:
     """The file for what was measured: shape, machine, threads and library."""
+    import hashlib  # noqa: PLC0415  # it loads OpenSSL, and a start needs none
+
     text = json.dumps({**subject, "format": FORMAT}, sort_keys=True)
     return directory() / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
@@ -67,6 +67,8 @@ def load(subject: Mapping[str, Any]) -> Times | None:
 
 def save(subject: Mapping[str, Any], times: Times) -> bool:
     """Keep it; whether that was possible."""
+    import tempfile  # noqa: PLC0415  # slow to import, and a start needs none of it
+
     held = {form.value: [list(map(float, row)) for row in rows] for form, rows in times.items()}
     text = json.dumps({"format": FORMAT, "subject": dict(subject), "seconds": held}, sort_keys=True)
     try:

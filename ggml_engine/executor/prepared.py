@@ -5,7 +5,6 @@ The control plane only counts positions and cuts slices; what is inside is betwe
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -79,4 +78,6 @@ class EmbeddingInput(PreparedInput):
 
     def content_hash(self) -> bytes:
         """SHA-256 of shape and rows."""
+        import hashlib  # noqa: PLC0415  # it loads OpenSSL, and a start needs none
+
         return hashlib.sha256(repr(self.rows.shape).encode() + self.rows.tobytes()).digest()

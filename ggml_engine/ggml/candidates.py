@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 try:
-    from ggml_engine.native import _best_logits as _native
+    from ggml_engine.native import _kernels as _native
 except ImportError:  # nothing was built
     _native = None  # type: ignore[assignment]
 
@@ -104,7 +104,7 @@ def best_of(row: NDArray[np.float32], need: RowNeed) -> Candidates:
     """The candidates of a row f32 [n_tokens or more] that `need` asks for, which is not the whole row."""
     if _native is None or need.n_best * _LEAST_PER_CANDIDATE > need.n_tokens or not row.flags.c_contiguous:
         return best_of_by_numpy(row, need)
-    found = _native.best(row, need.n_tokens, need.n_best)
+    found = _native.best_logits(row, need.n_tokens, need.n_best)
     if found is None:
         return NOT_FINITE
     return Candidates(*found, True, log_sum_exp(row) if need.log_sum else None)

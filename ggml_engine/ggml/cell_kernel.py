@@ -47,11 +47,11 @@ class CellKernel:
 def find_kernel() -> CellKernel | None:
     """The kernel for this processor, or None."""
     try:
-        from ggml_engine.native import _cell_attention as native  # noqa: PLC0415  # absent where nothing was built
+        from ggml_engine.native import _kernels as native  # noqa: PLC0415  # absent where nothing was built
     except ImportError:
         return None
-    sizes = (native.PARAMS_BYTES, native.TENSOR_BYTES)
-    found = native.kernel()
+    sizes = (native.ATTENTION_PARAMS_BYTES, native.TENSOR_BYTES)
+    found = native.cell_attention()
     if found is None or sizes != (_PARAMS.size, ffi.sizeof("struct ggml_tensor")):
         return None
     name, n_lanes, attend, merge = found

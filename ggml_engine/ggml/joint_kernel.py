@@ -117,7 +117,7 @@ class JointKernel:
 def find_joint_kernel(libraries: Libraries) -> JointKernel | None:
     """The operation over the open libraries, or None."""
     try:
-        from ggml_engine.native import _cell_attention as native  # noqa: PLC0415  # absent where nothing was built
+        from ggml_engine.native import _kernels as native  # noqa: PLC0415  # absent where nothing was built
     except ImportError:
         return None
     found = native.joint_products()

@@ -7,9 +7,12 @@ diffusion models), llama-model.cpp (which it can build, their memory, which have
 from __future__ import annotations
 
 from enum import Enum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-__all__ = ["LLAMA_ARCHITECTURES", "Kind"]
+if TYPE_CHECKING:
+    from ggml_engine.ggml.gguf import GGUFFile
+
+__all__ = ["LLAMA_ARCHITECTURES", "Kind", "is_encoder"]
 
 
 class Kind(Enum):
@@ -62,3 +65,8 @@ _NAMES: Final = {
 
 LLAMA_ARCHITECTURES: Final = dict(sorted((name, kind) for kind, names in _NAMES.items() for name in names.split()))
 """The kind of every architecture by its name, in the order of names."""
+
+
+def is_encoder(file: GGUFFile) -> bool:
+    """Whether the file holds a model that embeds texts and generates none."""
+    return LLAMA_ARCHITECTURES.get(str(file.metadata.get("general.architecture"))) is Kind.ENCODER

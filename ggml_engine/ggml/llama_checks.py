@@ -12,18 +12,12 @@ from typing import Final
 from ggml_engine.errors import HyperparameterError, UnsupportedArchitectureError, VocabularyError, WeightError
 from ggml_engine.ggml.gguf import GGUFFile
 from ggml_engine.ggml.gguf_metadata import GGUFArray, GGUFType
-from ggml_engine.ggml.llama_architectures import LLAMA_ARCHITECTURES, Kind
 from ggml_engine.ggml.ops.rope import MAX_ATTENTION_FACTOR
 from ggml_engine.ggml.tensor_types import TensorType
 
 _MAX_LAYERS: Final = 512  # LLAMA_MAX_LAYERS
 _MAX_EXPERTS: Final = 1024  # LLAMA_MAX_EXPERTS
 _INTEGER_TABLE: Final = "ffn_gate_tid2eid"  # the one kind of tensor that libllama reads as integers
-
-
-def is_encoder(file: GGUFFile) -> bool:
-    """Whether the file holds a model that embeds texts and generates none."""
-    return LLAMA_ARCHITECTURES.get(str(file.metadata.get("general.architecture"))) is Kind.ENCODER
 
 
 def check_for_libllama(file: GGUFFile) -> None:

@@ -14,7 +14,7 @@ Holds what it knows of the past (penalties, grammar, random numbers) for one seq
 from __future__ import annotations
 
 import math
-import secrets
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 
 from ggml_engine.errors import ClosedError, ComputeError, InputError, NativeError
 from ggml_engine.ggml.candidates import MAX_CANDIDATES, Candidates, RowNeed, best_of
-from ggml_engine.ggml.gbnf import check_grammar
-from ggml_engine.ggml.json_schema import schema_to_grammar
 from ggml_engine.ggml.library import ffi, load
 from ggml_engine.ggml.sampler_config import MAX_SEED, SamplerConfig
 from ggml_engine.ggml.sampler_needs import need_of
@@ -70,6 +68,11 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
+def _random_seed() -> int:
+    # of the system's randomness, without `secrets`, which loads OpenSSL; its bias is a millionth of a millionth
+    return int.from_bytes(os.urandom(8), "little") % (MAX_SEED + 1)
+
+
 class Sampler:
     """Chooses tokens for one sequence.
 
@@ -80,7 +83,7 @@ class Sampler:
     def __init__(self, vocabulary: Vocabulary, config: SamplerConfig) -> None:
         self.config: Final = config
         self.vocabulary: Final = vocabulary  # its native memory is used by the chain
-        self.seed: Final = secrets.randbelow(MAX_SEED + 1) if config.seed is None else config.seed
+        self.seed: Final = _random_seed() if config.seed is None else config.seed
         self._llama: Final = load().llama
         biases = dict(config.logit_bias)
         if biases:
@@ -270,9 +273,13 @@ class Sampler:
     def _make_grammar(self) -> Any:
         text = self.config.grammar
         if self.config.json_schema is not None:
+            from ggml_engine.ggml.json_schema import schema_to_grammar  # noqa: PLC0415  # few texts follow a schema
+
             text = schema_to_grammar(self.config.json_schema)
         if text is None:
             return None
+        from ggml_engine.ggml.gbnf import check_grammar  # noqa: PLC0415  # few texts follow a grammar
+
         checked = check_grammar(text)
         if checked.token_ids:
             self.vocabulary.check_tokens(checked.token_ids)

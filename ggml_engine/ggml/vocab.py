@@ -331,6 +331,7 @@ class PendingVocabulary:
         self._origin = file.path
         self._model: Any = None
         self._error: BaseException | None = None
+        load()  # here: the thread would wait for Python's lock at every step of it, while this one imports
         self._thread = threading.Thread(target=self._parse, name="ggml-engine-vocabulary")
         self._thread.start()
 

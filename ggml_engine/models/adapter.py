@@ -8,7 +8,6 @@ The keys are those that llama.cpp's src/llama-adapter.cpp reads.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -163,6 +162,8 @@ def _specs_of_pair(file: GGUFFile, base: TensorSpec, of_file: str) -> list[Tenso
 
 def _fingerprint(file: GGUFFile, alpha: float) -> str:
     """Of all bytes: adapters are small, and steps of one training differ in few numbers."""
+    import hashlib  # noqa: PLC0415  # it loads OpenSSL, and a start needs none
+
     digest = hashlib.sha256(_FORM)
     digest.update(f"{alpha!r}\n".encode())
     for name, info in sorted(file.tensors.items()):

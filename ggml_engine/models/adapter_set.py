@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -54,6 +53,8 @@ class AdapterSet:
         if not self.scaled:
             return base
         lines = [f"{adapter.fingerprint} {scale!r}\n" for adapter, scale in self.scaled]
+        import hashlib  # noqa: PLC0415  # it loads OpenSSL, and a start needs none
+
         return hashlib.sha256(f"{base}\nadapters\n{''.join(lines)}".encode()).hexdigest()
 
 

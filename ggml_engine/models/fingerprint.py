@@ -10,7 +10,6 @@ threads, K/V types, rearranged weights.
 
 from __future__ import annotations
 
-import hashlib
 import math
 
 from ggml_engine.ggml.gguf import GGUFFile
@@ -41,6 +40,8 @@ def metadata_fingerprint(file: GGUFFile) -> str:
 
 
 def _digest(file: GGUFFile, hyperparameters: str) -> str:
+    import hashlib  # noqa: PLC0415  # it loads OpenSSL, and a start needs none
+
     digest = hashlib.sha256(_FORM)
     digest.update(hyperparameters.encode())
     for name, info in sorted(file.tensors.items()):

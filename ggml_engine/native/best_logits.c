@@ -3,19 +3,14 @@
 // One pass over the row finds the largest logit of each block and whether all are finite. The k-th largest of these
 // maxima is a bound that at least k logits reach; only blocks that reach it are looked at again.
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "best_logits.h"
 
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum { BLOCK = 128 };
 
-typedef struct {
-    float logit;
-    int32_t id;
-} best_t;
+typedef struct best_logit best_t;
 
 static int is_worse(best_t a, best_t b) { return a.logit < b.logit || (a.logit == b.logit && a.id > b.id); }
 
@@ -103,8 +98,7 @@ static float scan(const float * x, size_t n, float * maxima) {
     return faults;
 }
 
-// The k best of n logits into `best`, the first one best; 0 where some are not finite, -1 without memory.
-static int find_best(const float * x, size_t n, size_t k, best_t * best) {
+int best_logits(const float * x, size_t n, size_t k, best_t * best) {
     const size_t n_blocks = (n + BLOCK - 1) / BLOCK;
     float * maxima = malloc(n_blocks * sizeof(float));
     if (maxima == NULL) return -1;
@@ -133,72 +127,3 @@ static int find_best(const float * x, size_t n, size_t k, best_t * best) {
     }
     return 1;
 }
-
-PyDoc_STRVAR(best_doc, "best(row, n_tokens, n_best)\n--\n\n"
-                       "The ids and the logits of the n_best largest of the first n_tokens of a row f32, as bytes; "
-                       "None where some are not finite.");
-
-static PyObject * best(PyObject * self, PyObject * const * args, Py_ssize_t n_args) {
-    (void) self;
-    if (n_args != 3) {
-        PyErr_SetString(PyExc_TypeError, "best takes a row and two numbers");
-        return NULL;
-    }
-    const Py_ssize_t n = PyLong_AsSsize_t(args[1]);
-    if (n == -1 && PyErr_Occurred()) return NULL;
-    const Py_ssize_t k = PyLong_AsSsize_t(args[2]);
-    if (k == -1 && PyErr_Occurred()) return NULL;
-    Py_buffer row;
-    if (PyObject_GetBuffer(args[0], &row, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) < 0) return NULL;
-    PyObject * made = NULL;
-    best_t * found = NULL;
-    if (row.format == NULL || strcmp(row.format, "f") != 0) {
-        PyErr_SetString(PyExc_TypeError, "a row of logits is f32");
-        goto done;
-    }
-    if (k < 1 || k > n || n > INT32_MAX || n > row.len / (Py_ssize_t) sizeof(float)) {
-        PyErr_Format(PyExc_ValueError, "the best %zd of %zd logits, of %zd bytes", k, n, row.len);
-        goto done;
-    }
-    found = malloc((size_t) k * sizeof(best_t));
-    if (found == NULL) {
-        PyErr_NoMemory();
-        goto done;
-    }
-    const int status = find_best(row.buf, (size_t) n, (size_t) k, found);
-    if (status < 0) {
-        PyErr_NoMemory();
-    } else if (status == 0) {
-        made = Py_NewRef(Py_None);
-    } else {
-        PyObject * ids = PyBytes_FromStringAndSize(NULL, k * (Py_ssize_t) sizeof(int32_t));
-        PyObject * logits = PyBytes_FromStringAndSize(NULL, k * (Py_ssize_t) sizeof(float));
-        if (ids != NULL && logits != NULL) {
-            int32_t * to_ids = (int32_t *) PyBytes_AS_STRING(ids);
-            float * to_logits = (float *) PyBytes_AS_STRING(logits);
-            for (Py_ssize_t i = 0; i < k; i++) to_ids[i] = found[i].id, to_logits[i] = found[i].logit;
-            made = PyTuple_Pack(2, ids, logits);
-        }
-        Py_XDECREF(ids);
-        Py_XDECREF(logits);
-    }
-done:
-    free(found);
-    PyBuffer_Release(&row);
-    return made;
-}
-
-static PyMethodDef methods[] = {
-    {"best", (PyCFunction) (void (*)(void)) best, METH_FASTCALL, best_doc},
-    {NULL, NULL, 0, NULL},
-};
-
-static struct PyModuleDef module = {
-    .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "_best_logits",
-    .m_doc = "The best of a row of logits.",
-    .m_size = -1,
-    .m_methods = methods,
-};
-
-PyMODINIT_FUNC PyInit__best_logits(void) { return PyModule_Create(&module); }

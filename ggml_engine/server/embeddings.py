@@ -24,7 +24,7 @@ class Embeddings(Fields):
     """What OpenAI's endpoint takes, but for `dimensions`: a cut embedding of a model not made for it means nothing."""
 
     input: str | Annotated[list[Any], Field(min_length=1, max_length=MAX_TEXTS)]
-    model: str
+    model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     user: str | None = None
 
@@ -49,13 +49,15 @@ async def embeddings(request: Request) -> Response:
 def _inputs(value: str | list[Any]) -> list[str | list[int]]:
     if isinstance(value, str):
         return [value]
-    if all(isinstance(part, str) for part in value):
-        return list(value)
     if all(type(part) is int for part in value):
         return [value]
-    if all(isinstance(part, list) and part and all(type(token) is int for token in part) for part in value):
+    if all(isinstance(part, str) or _are_tokens(part) for part in value):
         return list(value)
     raise HttpProblem(400, "invalid_value", "input is a text, texts, ids of tokens, or lists of those", "input")
+
+
+def _are_tokens(part: object) -> bool:
+    return isinstance(part, list) and bool(part) and all(type(token) is int for token in part)
 
 
 def _encoded(model: HostedModel, inputs: list[str | list[int]]) -> list[Any]:

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ggml_engine.server.errors import CLIENT_GONE, HttpProblem, problem_of, render
+from ggml_engine.server.errors import CLIENT_GONE, HttpProblem, dialect_of, problem_of, render
 from ggml_engine.server.hosts import HostRule
 from ggml_engine.server.keys import ApiKeys, presented_key
 from ggml_engine.server.lifecycle import Lifecycle
@@ -266,9 +266,15 @@ class _Exchange:
     async def _sending(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            headers = [*message.get("headers", []), (b"x-request-id", self._request_id.encode("ascii"))]
+            identifier = self._request_id.encode("ascii")
+            headers = [*message.get("headers", []), *((name, identifier) for name in self._id_names())]
             message = {**message, "headers": headers}
         await self._send(message)
+
+    def _id_names(self) -> tuple[bytes, ...]:
+        """Headers with the request's id: Anthropic's clients read one of another name."""
+        own = (b"x-request-id",)
+        return (*own, b"request-id") if dialect_of(self._scope["path"]) == "anthropic" else own
 
     async def _fail(self, error: Exception) -> None:
         if isinstance(error, HTTPException):

@@ -33,12 +33,14 @@ class HostedModel:
     """A loaded model: `engine` is an `Engine`, `runtime` the `ServingRuntime` over its runner.
 
     `facts` holds what others derive from it once, by name. `close` ends it and says whether all was freed.
+    `fingerprint` names what its answers depend on beside a request, "" where that is not known.
     """
 
     name: str
     engine: Any
     runtime: Any
     close: Callable[[float], bool]
+    fingerprint: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     facts: dict[str, Any] = field(default_factory=dict)
 

@@ -67,6 +67,7 @@ class EngineLoader:
             engine = undo.enter_context(Engine.load(found, cancel=cancel, **options))
             serving = self._options.serving
             runner = engine.runner(RunnerOptions(max_sessions=max(1024, serving.resident_sessions)))
+            fingerprint = engine.executor.fingerprint
             runtime = ServingRuntime(runner, serving)
             undo.pop_all()
 
@@ -78,7 +79,7 @@ class EngineLoader:
             engine.close()
             return True
 
-        return HostedModel(name, engine, runtime, close)
+        return HostedModel(name, engine, runtime, close, fingerprint)
 
 
 def _context_of(metadata: Mapping[str, Any]) -> int:

@@ -16,6 +16,7 @@ from ggml_engine.ggml.sampler_config import SamplerConfig
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.hosting import HostedModel
 from ggml_engine.server.jobs import ChatJob, CompletionJob, GenerationJob
+from ggml_engine.server.retained import Spelling, with_retained
 
 _FLAG: Final = "enable_thinking"
 
@@ -47,12 +48,15 @@ class Prepared:
         return self.n * len(self.prompts)
 
 
-def prepare(model: HostedModel, job: ChatJob | CompletionJob) -> Prepared:
-    """Render, tokenise and check. Raises HttpProblem, and what the engine raises for bad input."""
+def prepare(model: HostedModel, job: ChatJob | CompletionJob, partition: str = "") -> Prepared:
+    """Render, tokenise and check. Raises HttpProblem, and what the engine raises for bad input.
+
+    A text that goes on in a named session is in the tokens of what is kept of it, in its `partition`.
+    """
     _check_biases(model, job.sampler)
     if isinstance(job, CompletionJob):
-        return _completion(model, job)
-    return _chat(model, job)
+        return _completion(model, job, partition)
+    return _chat(model, job, partition)
 
 
 def count_prompt(model: HostedModel, job: ChatJob) -> int:
@@ -60,12 +64,21 @@ def count_prompt(model: HostedModel, job: ChatJob) -> int:
     return len(_rendered(model, job)[0])
 
 
-def _completion(model: HostedModel, job: CompletionJob) -> Prepared:
+def _in_retained_tokens(model: HostedModel, tokens: list[int], job: GenerationJob, partition: str) -> list[int]:
+    """The tokens of a text, as its named session has them; those of a request without a name depend on nothing else."""
+    if job.session is None:
+        return tokens
+    spelling = model.fact("spelling", lambda: Spelling(model.engine.vocabulary))
+    return with_retained(tokens, model.runtime.retained_tokens(partition, job.session), spelling)
+
+
+def _completion(model: HostedModel, job: CompletionJob, partition: str) -> Prepared:
     vocabulary = model.engine.vocabulary
     prompts = []
     for prompt in job.prompts:
         if isinstance(prompt, str):
             tokens = vocabulary.encode(prompt, add_special=True, parse_special=False).tolist()
+            tokens = _in_retained_tokens(model, tokens, job, partition)
             echo = prompt
         else:
             tokens = _checked_ids(vocabulary, prompt)
@@ -86,8 +99,9 @@ def _checked_ids(vocabulary: Any, prompt: tuple[int, ...]) -> list[int]:
     return tokens
 
 
-def _chat(model: HostedModel, job: ChatJob) -> Prepared:
+def _chat(model: HostedModel, job: ChatJob, partition: str) -> Prepared:
     tokens, prompt_end = _rendered(model, job)
+    tokens = _in_retained_tokens(model, tokens, job, partition)
     _check_length(model, tokens)
     reply_format = _format(model)
     special = model.engine.vocabulary.special_tokens

@@ -9,10 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
 
 from ggml_engine.control.generation import Reason
 from ggml_engine.control.prefix_cache import PrefixCache
@@ -181,6 +184,24 @@ class ServingRuntime:
                 for named in found
             ]
         return sorted(infos, key=lambda info: info.name)
+
+    def retained_tokens(self, partition: str, name: str) -> Iterator[Sequence[int] | npt.NDArray[np.int32]]:
+        """Rows of tokens that a request of a named session may begin with, since their K/V is there.
+
+        The session's own first, with the token that was sampled last, then the partition's snapshots, the one that was
+        used last first. Changes nothing, and waits for nothing; any of them may be gone when it is asked for.
+        """
+        with self._lock:
+            try:
+                session = self._names.find((partition, name)).session
+            except UnknownSessionError:
+                session = None
+        if session is not None and session.status == "open":
+            pending = session.pending
+            yield session.tokens if pending is None else [*session.tokens, pending]
+        for entry in reversed(self.cache.entries):
+            if entry.scope == partition:
+                yield entry.tokens
 
     def fork(
         self, partition: str, source: str, name: str, at: int | None = None, timeout: float | None = None

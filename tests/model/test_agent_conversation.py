@@ -1,7 +1,7 @@
 """A coding agent's conversation over SmolLM2: each turn evaluates what is new, in one session or out of a prefix cache.
 
 Twelve turns; the seventh is asked again differently, and goes on from there; the tenth is cancelled and tried again.
-What is new follows from the script and the length of replies alone: see `expected`.
+What is new follows from the script and the length of replies alone: see `agent_conversation.expected`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import functools
 import threading
 from dataclasses import dataclass, field
-from typing import Literal
 
 import pytest
-from agent_conversation import N_TURNS, opening, request
+from agent_conversation import SHORT, WHOLE, Known, Size, converse
 from prefix_bench import reusable
 from real_models import smollm2
 
@@ -20,21 +19,6 @@ from ggml_engine import Engine, GenConfig, Generation, PrefixCache, Reason, Samp
 
 WAIT_S = 600
 CONTEXT = 8192
-BRANCH = 6  # the turn that is asked again, as another question
-CANCELLED = 9  # the turn that is cancelled once
-
-How = Literal["session", "initial", "every", "end"]  # one live session, or what the cache captures
-
-
-@dataclass(frozen=True)
-class Size:
-    """How long the conversation is: functions of source code in each tool's result, tokens of each reply."""
-
-    n_functions: int
-    n_reply: int
-
-
-SHORT, WHOLE = Size(0, 4), Size(1, 32)
 
 
 @dataclass
@@ -42,7 +26,7 @@ class Agent:
     """Sends whole histories, and compares what is evaluated with what was captured."""
 
     engine: Engine
-    how: How
+    how: Known
     n_reply: int
     session: Session | None = None
     cache: PrefixCache = field(default_factory=lambda: PrefixCache(64))
@@ -106,52 +90,17 @@ class Agent:
         return generation
 
 
-def converse(engine: Engine, how: How, size: Size) -> Agent:
+def converse_over(engine: Engine, how: Known, size: Size) -> Agent:
     """The whole conversation; what each request evaluated is what is new in it."""
     agent = Agent(engine, how, size.n_reply)
     encode = functools.partial(engine.vocabulary.encode, add_special=False, parse_special=True)
-    requests = [encode(request(turn, size.n_functions)).tolist() for turn in range(N_TURNS)]
-    other = encode(request(BRANCH, size.n_functions, attempt=1)).tolist()
-    begin = encode(opening(has_tools=size.n_functions > 0)).tolist()
-    history = [*begin]
-    for turn, asked in enumerate(requests):
-        if turn == BRANCH:
-            agent.ask([*history, *asked])
-            history += other
-        else:
-            history += asked
-        if turn == CANCELLED:
-            agent.ask_and_cancel(history)
-        history += agent.ask(history)
-    assert agent.evaluated == expected(how, size.n_reply, len(begin), [*map(len, requests)], requests[BRANCH], other)
+    history = converse(agent, lambda text: encode(text).tolist(), how, size)
     if how == "session":
         assert agent.session is not None
         assert agent.session.tokens == history[:-1]
     if agent.session is not None:
         agent.session.close()
     return agent
-
-
-def expected(
-    how: How, n_reply: int, n_opening: int, n_asked: list[int], asked: list[int], other: list[int]
-) -> list[int]:
-    """What every request has to evaluate. The last token of a reply was sampled, and never forwarded."""
-    # what a question adds to what was read before: the reply, or only its last token where the reply was captured
-    before = n_reply if how == "every" else 1
-    in_common = reusable([*other, -1], [asked])
-    new = [n_opening + n_asked[0]]
-    since_first = 0  # tokens after the first prompt
-    for turn, n in enumerate(n_asked[1:], 1):
-        since_first += n_reply
-        new.append(since_first + n if how == "initial" else before + n)
-        if turn == BRANCH:
-            since_first += len(other)
-            new.append(since_first if how == "initial" else len(other) - in_common)
-        else:
-            since_first += n
-        if turn == CANCELLED:
-            new.append(since_first if how == "initial" else 1)  # the prompt has been read
-    return new
 
 
 def test_a_short_conversation_evaluates_what_is_new_and_replies_as_a_live_session_does() -> None:  # R39 R40 R75 R109
@@ -163,20 +112,20 @@ def test_so_it_does_whatever_is_captured() -> None:  # R75
     replies_as_live("every", "initial")
 
 
-def replies_as_live(*hows: How) -> None:
+def replies_as_live(*hows: Known) -> None:
     """In deterministic mode what is reused changes no token, sampled ones included."""
     with Engine.load(smollm2(), ctx=4096, deterministic=True, threads=1) as engine:
-        live = converse(engine, "session", SHORT)
+        live = converse_over(engine, "session", SHORT)
         for how in hows:
-            agent = converse(engine, how, SHORT)
+            agent = converse_over(engine, how, SHORT)
             assert agent.replies == live.replies, how
         assert len({tuple(reply) for reply in live.replies}) > 1, "replies that are all alike show nothing"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["session", "end", "every", "initial"])
-def test_a_whole_conversation_evaluates_what_is_new(how: How) -> None:  # R40 R75 R109
+def test_a_whole_conversation_evaluates_what_is_new(how: Known) -> None:  # R40 R75 R109
     # more cells than the model's context has: what leaves a shared run of cells begins another one
     with Engine.load(smollm2(), ctx=2 * CONTEXT) as engine:
-        agent = converse(engine, how, WHOLE)
+        agent = converse_over(engine, how, WHOLE)
     assert 7000 < agent.n_tokens < 7500 < CONTEXT

@@ -67,6 +67,15 @@ def test_embeddings_are_the_engines_in_both_encodings(client: httpx.Client) -> N
     assert answers[0]["usage"] == {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
 
 
+def test_embeddings_take_texts_beside_tokens_and_the_first_model_where_none_is_named(client: httpx.Client) -> None:
+    text = "The cat purrs."
+    tokens = client.post("/tokenize", json={"content": text, "add_special": True}).json()["tokens"]
+    answer = client.post("/v1/embeddings", json={"input": [text, tokens]}).json()
+    assert answer["model"] == "smollm2"
+    named, counted = (row["embedding"] for row in answer["data"])
+    np.testing.assert_allclose(named, counted, atol=1e-5)
+
+
 def test_dimensions_and_unknown_fields_are_unsupported(client: httpx.Client) -> None:
     for field in ("dimensions", "other"):
         answer = client.post("/v1/embeddings", json={"model": "smollm2", "input": "x", field: 5})

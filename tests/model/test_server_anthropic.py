@@ -41,6 +41,7 @@ class TestMessages:
         whole = client.messages.create(messages=QUESTION, max_tokens=3, system="Be brief.", **GREEDY)
         assert whole.content[0].type == "text"
         assert whole.stop_reason == "max_tokens"
+        assert (whole._request_id or "").startswith("req_")
         with client.messages.stream(messages=QUESTION, max_tokens=3, system="Be brief.", **GREEDY) as stream:
             text = "".join(stream.text_stream)
             final = stream.get_final_message()

@@ -53,11 +53,14 @@ def at_rest(server: LiveServer) -> bool:
 
 
 class TestChat:
-    def test_a_stream_says_what_the_whole_answer_says_and_counts_what_was_cached(self, client: openai.OpenAI) -> None:
+    def test_a_stream_says_what_the_whole_answer_says_and_counts_what_was_cached(
+        self, client: openai.OpenAI, server: LiveServer
+    ) -> None:
         whole = client.chat.completions.create(messages=QUESTION, max_tokens=12, **GREEDY)
         content = whole.choices[0].message.content
         assert content
         assert whole.choices[0].finish_reason == "length"
+        assert whole.system_fingerprint == f"fp_{server.host.loaded()[0].engine.executor.fingerprint[:10]}"
         chunks = list(
             client.chat.completions.create(
                 messages=QUESTION, max_tokens=12, stream=True, stream_options={"include_usage": True}, **GREEDY

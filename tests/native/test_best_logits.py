@@ -26,7 +26,7 @@ SIZES = (1, 31, 127, 128, 129, 512, 1000, 5000, 49152)
 
 def native(row: Row, need: RowNeed) -> tuple[list[int], bytes] | None:
     assert candidates._native is not None
-    found = candidates._native.best(row, need.n_tokens, need.n_best)
+    found = candidates._native.best_logits(row, need.n_tokens, need.n_best)
     return None if found is None else (np.frombuffer(found[0], np.int32).tolist(), found[1])
 
 
@@ -61,7 +61,7 @@ def test_what_is_not_finite_is_found_wherever_it_is_and_nowhere_else(value: floa
 def test_rows_of_another_kind_are_refused() -> None:
     native_search = candidates._native
     assert native_search is not None
-    search = native_search.best
+    search = native_search.best_logits
     row = np.zeros(1000, np.float32)
     for bad, error in ((row.astype(np.float64), TypeError), (row[::2], (ValueError, BufferError))):
         with pytest.raises(error):

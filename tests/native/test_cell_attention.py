@@ -25,6 +25,7 @@ from ggml_engine.errors import GraphError, OptionError
 from ggml_engine.executor.executor import GgmlExecutor
 from ggml_engine.executor.options import ExecutorOptions
 from ggml_engine.ggml.cell_kernel import CellKernel, find_kernel
+from ggml_engine.ggml.joint_kernel import find_joint_kernel
 from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models.attention import AttentionForm, KvCells, attend
 from ggml_engine.pool.cell_plan import plan_cells
@@ -351,12 +352,14 @@ def _processor_flags() -> str:
 @pytest.fixture
 def no_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The package as it is where nothing was built."""
-    find_kernel.cache_clear()
+    for find in (find_kernel, find_joint_kernel):
+        find.cache_clear()
     with monkeypatch.context() as patch:
-        patch.delattr(native, "_cell_attention", raising=False)  # or the module is found there
-        patch.setitem(sys.modules, "ggml_engine.native._cell_attention", None)
+        patch.delattr(native, "_kernels", raising=False)  # or the module is found there
+        patch.setitem(sys.modules, "ggml_engine.native._kernels", None)
         yield
-    find_kernel.cache_clear()
+    for find in (find_kernel, find_joint_kernel):
+        find.cache_clear()
 
 
 @pytest.mark.usefixtures("no_kernel")
@@ -373,9 +376,9 @@ def test_without_a_kernel_auto_is_the_matmul_form(tmp_path: Path) -> None:
             GgmlExecutor(model, ExecutorOptions(attention="cells"))
 
 
-@pytest.mark.parametrize("name", ["PARAMS_BYTES", "TENSOR_BYTES"])
+@pytest.mark.parametrize("name", ["ATTENTION_PARAMS_BYTES", "TENSOR_BYTES"])
 def test_a_kernel_that_was_compiled_for_another_layout_is_not_used(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    from ggml_engine.native import _cell_attention as compiled
+    from ggml_engine.native import _kernels as compiled
 
     monkeypatch.setattr(compiled, name, getattr(compiled, name) + 8)
     find_kernel.cache_clear()

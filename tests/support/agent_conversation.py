@@ -10,8 +10,41 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from prefix_bench import reusable
 
 N_TURNS = 12
+BRANCH = 6  # the turn that is asked again, as another question
+CANCELLED = 9  # the turn that is cancelled once
+
+Known = Literal["session", "initial", "every", "end"]  # what is kept: all that was read, or the ends of prompts
+
+
+@dataclass(frozen=True)
+class Size:
+    """How long the conversation is: functions of source code in each tool's result, tokens of each reply."""
+
+    n_functions: int
+    n_reply: int
+
+
+SHORT, WHOLE = Size(0, 4), Size(1, 32)
+
+
+class Agent(Protocol):
+    """Who asks; `evaluated` has how many tokens of each prompt were."""
+
+    evaluated: list[int]
+
+    def ask(self, prompt: list[int]) -> list[int]:
+        """The reply to a history."""
+
+    def ask_and_cancel(self, prompt: list[int]) -> None:
+        """As `ask`, cancelled when the reply has begun."""
+
 
 _TOOLS = {
     "read_file": ("Read a text file of the project.", {"path": "Path below the root.", "first": "First line, from 1."}),
@@ -54,7 +87,21 @@ _ASKED = (
 
 def opening(*, has_tools: bool) -> str:
     """The system prompt, with the definitions of the tools where there are some."""
-    tools = [
+    text = system_text()
+    if has_tools:
+        text += f"\n\nYou can call these tools:\n{json.dumps(tools(), indent=1)}"
+    return f"<|im_start|>system\n{text}<|im_end|>\n"
+
+
+def system_text() -> str:
+    """What the agent is told to be."""
+    rules = "\n".join(f"{number}. {rule}" for number, rule in enumerate(_RULES, 1))
+    return f"You are a careful programmer who works on a small library in Python.\n\n{rules}"
+
+
+def tools() -> list[dict[str, Any]]:
+    """The tools, as OpenAI's API has them."""
+    return [
         {
             "type": "function",
             "function": {
@@ -69,11 +116,6 @@ def opening(*, has_tools: bool) -> str:
         }
         for name, (what, parameters) in (_TOOLS | _tools_of_parts()).items()
     ]
-    rules = "\n".join(f"{number}. {rule}" for number, rule in enumerate(_RULES, 1))
-    text = f"You are a careful programmer who works on a small library in Python.\n\n{rules}"
-    if has_tools:
-        text += f"\n\nYou can call these tools:\n{json.dumps(tools, indent=1)}"
-    return f"<|im_start|>system\n{text}<|im_end|>\n"
 
 
 def _tools_of_parts() -> dict[str, tuple[str, dict[str, str]]]:
@@ -92,6 +134,30 @@ def request(turn: int, n_functions: int, attempt: int = 0) -> str:
     The tool's result has `n_functions` functions of source code; without any there is neither call nor result. Another
     `attempt` is another question at the same point.
     """
+    asked, call, found = _turn(turn, n_functions, attempt)
+    end = "<|im_end|>\n" if turn else ""  # of the reply before
+    begin = f"{end}<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
+    if not n_functions:
+        return begin
+    text = json.dumps(call)
+    return f"{begin}{text}<|im_end|>\n<|im_start|>tool\n{found}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def request_messages(turn: int, n_functions: int, attempt: int = 0) -> list[dict[str, Any]]:
+    """The same as messages of OpenAI's API."""
+    asked, call, found = _turn(turn, n_functions, attempt)
+    question = {"role": "user", "content": asked}
+    if not n_functions:
+        return [question]
+    identity = f"call_{turn}_{attempt}"
+    function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+    calls = [{"id": identity, "type": "function", "function": function}]
+    result = {"role": "tool", "tool_call_id": identity, "content": found}
+    return [question, {"role": "assistant", "content": None, "tool_calls": calls}, result]
+
+
+def _turn(turn: int, n_functions: int, attempt: int) -> tuple[str, dict[str, Any], str]:
+    """A question, a call, and what it returned."""
     rng = random.Random(1000 * turn + attempt)
     part, verb = _PARTS[turn % len(_PARTS)], rng.choice(_VERBS)
     noun, other = rng.sample(_NOUNS, 2)
@@ -99,15 +165,13 @@ def request(turn: int, n_functions: int, attempt: int = 0) -> str:
     asked = rng.choice(_ASKED).format(part=part, path=path, verb=verb, noun=noun, other=other)
     if attempt:
         asked = f"No, something else first. {asked}"
-    end = "<|im_end|>\n" if turn else ""  # of the reply before
-    begin = f"{end}<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
+    call = {"name": "read_file", "arguments": {"path": path, "first": "1"}}
     if not n_functions:
-        return begin
-    call = json.dumps({"name": "read_file", "arguments": {"path": path, "first": "1"}})
+        return asked, call, ""
     found = "\n\n".join(_function(rng) for _ in range(n_functions))
     n_failed = rng.randint(0, 3)
     tests = f"{rng.randint(20, 90)} passed, {n_failed} failed in {rng.randint(1, 9)}.{rng.randint(10, 99)} s"
-    return f"{begin}{call}<|im_end|>\n<|im_start|>tool\n```python\n{found}\n```\n{tests}<|im_end|>\n<|im_start|>assistant\n"
+    return asked, call, f"```python\n{found}\n```\n{tests}"
 
 
 def _function(rng: random.Random) -> str:
@@ -123,3 +187,44 @@ def _function(rng: random.Random) -> str:
         f"        found += {noun}.size - {rng.randint(1, 500)}\n"
         f"    return found"
     )
+
+
+def converse(agent: Agent, encode: Callable[[str], list[int]], known: Known, size: Size) -> list[int]:
+    """The whole conversation, and its tokens; what each request evaluated is what is new in it."""
+    requests = [encode(request(turn, size.n_functions)) for turn in range(N_TURNS)]
+    other = encode(request(BRANCH, size.n_functions, attempt=1))
+    begin = encode(opening(has_tools=size.n_functions > 0))
+    history = [*begin]
+    for turn, asked in enumerate(requests):
+        if turn == BRANCH:
+            agent.ask([*history, *asked])
+            history += other
+        else:
+            history += asked
+        if turn == CANCELLED:
+            agent.ask_and_cancel(history)
+        history += agent.ask(history)
+    assert agent.evaluated == expected(known, size.n_reply, len(begin), [*map(len, requests)], requests[BRANCH], other)
+    return history
+
+
+def expected(
+    known: Known, n_reply: int, n_opening: int, n_asked: list[int], asked: list[int], other: list[int]
+) -> list[int]:
+    """What every request has to evaluate. The last token of a reply was sampled, and never forwarded."""
+    # what a question adds to what was read before: the reply, or only its last token where the reply was captured
+    before = n_reply if known == "every" else 1
+    in_common = reusable([*other, -1], [asked])
+    new = [n_opening + n_asked[0]]
+    since_first = 0  # tokens after the first prompt
+    for turn, n in enumerate(n_asked[1:], 1):
+        since_first += n_reply
+        new.append(since_first + n if known == "initial" else before + n)
+        if turn == BRANCH:
+            since_first += len(other)
+            new.append(since_first if known == "initial" else len(other) - in_common)
+        else:
+            since_first += n
+        if turn == CANCELLED:
+            new.append(since_first if known == "initial" else 1)  # the prompt has been read
+    return new

@@ -143,6 +143,9 @@ class FakeRuntime:
         self.script(reply)
         return reply
 
+    def retained_tokens(self, partition: str, name: str) -> list[list[int]]:
+        return []
+
     def stats(self) -> dict[str, int]:
         return {}
 

@@ -23,7 +23,7 @@ from cell_executor import CellExecutor
 
 from ggml_engine.errors import AbortedError, UnknownSequenceError
 from ggml_engine.executor.batch import Batch
-from ggml_engine.executor.cell_image import CellImageReader, CellImageWriter, Turn
+from ggml_engine.executor.cell_image import CellImageReader, CellImageWriter
 from ggml_engine.executor.image import KvImage, Rows
 from ggml_engine.executor.prepared import Kind, PreparedInput, PreparedSlice
 from ggml_engine.models.adapter_set import NO_ADAPTERS, AdapterSet
@@ -423,13 +423,8 @@ class FakeExecutor(CellExecutor):
         with self._call("write_image"):
             return _FakeWriter(self, image, self._turn("write")) if self._images else None
 
-    def _turn(self, name: str) -> Turn:
-        @contextmanager
-        def turn() -> Iterator[None]:
-            with self._call(name):
-                yield
-
-        return turn
+    def _turn(self, name: str) -> _FakeTurn:
+        return _FakeTurn(self, name)
 
     # ---- steps
 
@@ -561,6 +556,21 @@ class FakeExecutor(CellExecutor):
             self.calls.append(Call(name, threading.get_ident(), in_forward, n_forwards, arguments, result))
 
 
+class _FakeTurn:
+    """`with turn:` is a call like any other, each time."""
+
+    def __init__(self, executor: FakeExecutor, name: str) -> None:
+        self._executor: FakeExecutor = weakref.proxy(executor)
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._running = self._executor._call(self._name)
+        self._running.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._running.__exit__(*error)
+
+
 class FakeRows:
     """The rows of a fake executor's cells; `write_fault` breaks the next write."""
 
@@ -589,7 +599,7 @@ class FakeRows:
 class _FakeWriter(CellImageWriter):
     """Counts the sequences that it opens."""
 
-    def __init__(self, executor: FakeExecutor, image: KvImage, turn: Turn) -> None:
+    def __init__(self, executor: FakeExecutor, image: KvImage, turn: _FakeTurn) -> None:
         self._executor = executor
         super().__init__(executor.cache, executor.rows, turn, image)
         self._opened = [] if self._adoption is None else [executor._opened(each) for each in self._adoption.sequences]

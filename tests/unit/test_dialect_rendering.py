@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -113,6 +114,18 @@ class TestChat:
         assert calls[0].type == "function"
         assert json.loads(calls[0].function.arguments) == {"city": "Oslo"}
         assert choice.finish_reason == "tool_calls"
+
+    def test_the_model_and_its_execution_have_a_fingerprint(self) -> None:
+        head = replace(HEAD, fingerprint="0123456789abcdef")
+        happened = events(*WORDS)
+        written = [
+            render_chat(head, chat_job(), answer(happened)),
+            render_completion(head, completion_job(), answer(happened)),
+            *(data for _, data in frames(ChatStream(head, chat_job(include_usage=True)), happened)),
+            *(data for _, data in frames(CompletionStream(head, completion_job(include_usage=True)), happened)),
+        ]
+        assert {data["system_fingerprint"] for data in written} == {"fp_0123456789"}
+        assert render_chat(HEAD, chat_job(), answer(happened))["system_fingerprint"] is None
 
     def test_usage_counts_what_was_cached(self) -> None:
         usage = ChatCompletion.model_validate(render_chat(HEAD, chat_job(), answer(CALLED))).usage

@@ -355,6 +355,14 @@ class TestTools:
         assert job(MessagesRequest, output_config=claude).sampler.json_schema == schema
         assert refused(ChatRequest, response_format=chat, grammar='root ::= "x"').code == "invalid_value"
 
+    @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+    def test_an_object_may_have_a_schema_beside_its_type(self, kind: type) -> None:
+        schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+        wanted = {"type": "json_object", "schema": schema}
+        assert job(kind, response_format=wanted).sampler.json_schema == schema
+        problem = refused(kind, response_format={"type": "json_object", "schema": 123})
+        assert (problem.code, problem.param) == ("invalid_value", "response_format.schema")
+
 
 class TestMessages:
     CALL: ClassVar = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}

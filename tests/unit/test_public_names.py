@@ -6,6 +6,7 @@ import ast
 import inspect
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,33 @@ def test_lazy_names_are_imported_for_type_checkers_from_the_same_modules() -> No
     }
     assert declared == ggml_engine._LAZY
     assert declared.keys() == NAMES - {"__version__"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "hashlib",
+            "secrets",
+            "random",
+            "tempfile",
+            "subprocess",
+            "asyncio",
+            "jinja2",
+            "llama_cpp",
+            "huggingface_hub",
+        ),
+        *("ggml_engine.control.saved_file", "ggml_engine.ggml.gbnf", "ggml_engine.executor.llama", "ggml_engine.bench"),
+    ],
+)
+def test_a_start_imports_nothing_that_it_does_not_need(name: str) -> None:
+    assert name not in _imported_by_a_start()
+
+
+@lru_cache(maxsize=1)
+def _imported_by_a_start() -> set[str]:
+    """Modules that are there when an engine loads and makes its first token."""
+    parts = "ggml_engine.engine, ggml_engine.loading, ggml_engine.control.runner, ggml_engine.control.text"
+    code = f"import sys; before = set(sys.modules); import {parts}; print(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return set(done.stdout.split())

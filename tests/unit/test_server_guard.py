@@ -292,6 +292,13 @@ class TestRequests:
         assert first.headers["x-request-id"] != second.headers["x-request-id"]
         assert third.headers["x-request-id"] == "mine-1"
 
+    def test_the_id_has_the_header_that_anthropics_clients_read(self) -> None:
+        theirs, ours = asked(
+            app_of(), ("POST", "/v1/messages", {"json": {}}), ("POST", "/v1/completions", {"json": {}})
+        )
+        assert theirs.headers["request-id"] == theirs.headers["x-request-id"]
+        assert "request-id" not in ours.headers
+
     @pytest.mark.parametrize("given", ["", "a b", "x" * 129, "\u00e9", "a,b"])
     def test_an_id_that_is_none_is_refused(self, given: str) -> None:
         headers = {"X-Request-ID": given.encode("latin-1")}

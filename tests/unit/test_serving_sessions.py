@@ -331,3 +331,22 @@ def test_a_request_whose_session_was_just_lost_begins_anew() -> None:
         session.generate_from = lose  # type: ignore[method-assign, assignment]
         assert s.reused([*history, 1], session="a") == 0
         assert names(s) == ["a"]
+
+
+def test_rows_that_are_kept_are_the_sessions_own_and_its_partitions_snapshots() -> None:
+    with serving(prefix_cache_entries=8, prefix_checkpoint_prompt_end="every") as s:
+        history = s.turn("a", PROMPT)
+        prompt = [*history, 20]
+        whole = s.turn("a", prompt)
+        s.turn("a", [90, 91, 92], partition="other")
+        s.turn("c", [93, 94])
+
+        def rows(partition: str, name: str) -> list[list[int]]:
+            return [list(map(int, row)) for row in s.runtime.retained_tokens(partition, name)]
+
+        assert rows("", "a") == [whole, [93, 94], prompt], "the token that was sampled last is part of the session"
+        assert rows("", "nobody") == [[93, 94], prompt]
+        assert rows("other", "nobody") == [[90, 91, 92]]
+        s.runtime.close_session("", "a")
+        assert rows("", "a") == [[93, 94], prompt]
+        assert rows("third", "a") == []

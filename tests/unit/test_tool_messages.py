@@ -137,9 +137,22 @@ def test_tools_calls_and_results_are_written_into_messages(format_: ToolFormat) 
     assert '"name": "get_weather"' in system
     assert "sunny" in got
     assert "noon" in got
-    parser = GENERIC.parser(TOOLS)
+    parser = format_.parser(TOOLS)
     read = ReplyMessage.of(parser.feed(said) + parser.finish())
     assert (read.content, calls(read)) == ("See.", [("get_weather", '{"city": "Paris"}'), ("now", "{}")])
+
+
+@pytest.mark.parametrize("format_", [GENERIC, GEMMA2], ids=lambda format_: format_.name)
+def test_a_call_that_comes_back_is_written_as_the_model_wrote_it(format_: ToolFormat) -> None:
+    begin, end, key = {
+        "generic": ("<tool_call>", "</tool_call>", "arguments"),
+        "gemma": ("```tool_call", "```", "parameters"),
+    }[format_.name]
+    said = f'{begin}\n{{"name": "get_weather", "{key}": {{"city":"Pa\\u0072is" , "days": 1.0e0}}}}\n{end}'
+    parser = format_.parser(TOOLS)
+    (made,) = ReplyMessage.of(parser.feed(said) + parser.finish()).tool_calls
+    messages, _ = prepare_messages(format_, [USER, asked(call(made.name, made.arguments))])
+    assert messages[1]["content"] == said
 
 
 def test_instructions_are_the_users_where_there_is_no_system() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from ggml_engine.chat.tools import Tool
 
@@ -16,19 +16,22 @@ def instructions(format_name: str, tools: Sequence[Tool]) -> str:
         "You can call these functions. Each line is one of them, as JSON with the schema of its arguments:\n"
         f"<tools>\n{functions}\n</tools>\n"
         "To call one, write a JSON object with its name and its arguments between tags, and nothing after it:\n"
-        f"{_EXAMPLES.get(format_name, _HERMES)}\n"
+        f"{call_text(format_name, _EXAMPLE)}\n"
         "You get what it returns as the next message. Call a function only where it helps; otherwise just answer."
     )
 
 
-_HERMES = '<tool_call>\n{"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}\n</tool_call>'
-_EXAMPLES = {"gemma": '```tool_call\n{"name": "NAME", "parameters": {"ARGUMENT": "VALUE"}}\n```'}
+_EXAMPLE: Final = {"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}
+_HERMES: Final = ("<tool_call>", "</tool_call>", "arguments")
+_MARKUP: Final = {"gemma": ("```tool_call", "```", "parameters")}
 
 
-def call_text(function: Mapping[str, Any]) -> str:
-    """A call that was made, as the instructions have it."""
-    call = {"name": function["name"], "arguments": function["arguments"]}
-    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+def call_text(format_name: str, function: Mapping[str, Any]) -> str:
+    """A call that was made, as the instructions have it; arguments that are a text are written as they are."""
+    begin, end, key = _MARKUP.get(format_name, _HERMES)
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f'{begin}\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{key}": {text}}}\n{end}'
 
 
 def result_text(name: str, content: Any) -> str:

@@ -42,7 +42,7 @@ def prepare_messages(
     prepared = [_plain(message, index, format) for index, message in enumerate(messages)]
     _check_results(prepared)
     if not format.renders_tools:
-        prepared = _results_joined([_written(message) for message in prepared])
+        prepared = _results_joined([_written(message, format) for message in prepared])
         return (_instructed(prepared, instructions(format.name, told), format) if told else prepared), {}
     if format.one_call_a_message:
         prepared = _one_call_each(prepared)
@@ -64,7 +64,10 @@ def _plain(message: Mapping[str, Any], index: int, format: ToolFormat) -> Messag
     if calls:
         if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes)):
             raise InputError(f"message {index}: tool_calls must be a list, not {type(calls).__name__}")
-        made["tool_calls"] = [_call(call, f"message {index}, tool call {i}") for i, call in enumerate(calls)]
+        made["tool_calls"] = [
+            _call(call, f"message {index}, tool call {i}", keeps_text=not format.renders_tools)
+            for i, call in enumerate(calls)
+        ]
     if reasoning:
         made[format.reasoning_key] = reasoning
         if format.one_of_content_and_reasoning and calls and made["content"]:
@@ -81,7 +84,8 @@ def _text_of(content: Any) -> Any:
     return content
 
 
-def _call(call: Any, where: str) -> Message:
+def _call(call: Any, where: str, *, keeps_text: bool) -> Message:
+    """A call, its arguments as a mapping; as the text that they came as where that can be written as it is."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InputError(f"{where} has no function with a name: {call!r:.80}")
@@ -89,10 +93,12 @@ def _call(call: Any, where: str) -> Message:
     if isinstance(arguments, str):
         if not is_json_object(arguments):
             raise InputError(f"{where}: the arguments of {function['name']} are no JSON object: {arguments!r:.80}")
-        arguments = json.loads(arguments)
+        arguments = arguments if keeps_text else json.loads(arguments)
     elif not isinstance(arguments, Mapping):
         raise InputError(f"{where}: the arguments of {function['name']} are no JSON object: {arguments!r:.80}")
-    made = {"type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
+    else:
+        arguments = dict(arguments)
+    made = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     identity = call.get("id")
     if identity is not None and not isinstance(identity, str):
         raise InputError(f"{where}: the id must be a text, not {identity!r:.40}")
@@ -161,14 +167,14 @@ def short_id(identity: str) -> str:
     return "".join(characters)
 
 
-def _written(message: Message) -> Message:
+def _written(message: Message, format: ToolFormat) -> Message:  # noqa: A002
     """A message whose calls, or result, are part of its text, for a template that knows neither."""
     made = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
     if message["role"] == "tool":
         text = result_text(made.get("name", ""), message["content"])
         return {"role": "user", "content": text, "is_result": True}
     if "tool_calls" in message:
-        texts = [call_text(call["function"]) for call in message["tool_calls"]]
+        texts = [call_text(format.name, call["function"]) for call in message["tool_calls"]]
         made["content"] = "\n".join(filter(None, [made["content"], *texts]))
     return made
 

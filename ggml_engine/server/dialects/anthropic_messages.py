@@ -24,7 +24,7 @@ async def messages(request: Request) -> Response:
     body = validated(MessagesRequest, await read_json(request))
     job = body.job(session_of(body.session_id, request.headers))
     model = await use_model(request, job.model)
-    head = Head.new("msg_", model.name)
+    head = Head.new("msg_", model)
     return await respond(request, model, job, partial(render_message, head), MessageStream(head))
 
 

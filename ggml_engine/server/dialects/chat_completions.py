@@ -23,5 +23,5 @@ async def chat_completions(request: Request) -> Response:
     body = validated(ChatRequest, await read_json(request))
     job = body.job(session_of(body.session_id, request.headers))
     model = await use_model(request, job.model)
-    head = Head.new("chatcmpl-", model.name)
+    head = Head.new("chatcmpl-", model)
     return await respond(request, model, job, partial(render_chat, head, job), ChatStream(head, job), done=DONE)

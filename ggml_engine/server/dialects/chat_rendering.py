@@ -34,6 +34,7 @@ def render_chat(head: Head, job: ChatJob, answer: Answer) -> dict[str, Any]:
         "model": head.model,
         "choices": [_whole(index, choice, job) for index, choice in enumerate(answer.choices)],
         "usage": openai_usage(answer.usage),
+        "system_fingerprint": head.system_fingerprint,
     }
 
 
@@ -99,6 +100,7 @@ class ChatStream:
             "object": "chat.completion.chunk",
             "created": head.created,
             "model": head.model,
+            "system_fingerprint": head.system_fingerprint,
         }
         return {**fields, "usage": None} if self._job.include_usage else fields
 

@@ -147,7 +147,10 @@ class TextFormat(RequestModel):
 
 
 class JsonObjectFormat(RequestModel):
+    """Any object, or as llama.cpp and llama-cpp-python have it, what a schema beside the type says."""
+
     type: Literal["json_object"]
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
 class JsonSchemaFormat(RequestModel):
@@ -162,7 +165,7 @@ _FORMAT_FIELD: Final = "response_format"
 def schema_of(wanted: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> dict[str, Any] | None:
     """The schema that the answer has to have; None for any text."""
     if isinstance(wanted, JsonObjectFormat):
-        return ANY_OBJECT
+        return ANY_OBJECT if wanted.json_schema is None else wanted.json_schema
     return wanted.json_schema.wanted() if isinstance(wanted, JsonSchemaFormat) else None
 
 

@@ -23,6 +23,6 @@ async def completions(request: Request) -> Response:
     body = validated(CompletionRequest, await read_json(request))
     job = body.job(session_of(body.session_id, request.headers))
     model = await use_model(request, job.model)
-    head = Head.new("cmpl-", model.name)
+    head = Head.new("cmpl-", model)
     whole = partial(render_completion, head, job)
     return await respond(request, model, job, whole, CompletionStream(head, job), done=DONE)

@@ -50,7 +50,13 @@ class CompletionStream:
 
 
 def _fields(head: Head) -> dict[str, Any]:
-    return {"id": head.id, "object": "text_completion", "created": head.created, "model": head.model}
+    return {
+        "id": head.id,
+        "object": "text_completion",
+        "created": head.created,
+        "model": head.model,
+        "system_fingerprint": head.system_fingerprint,
+    }
 
 
 def _logprobs(probabilities: list[TokenProbability] | tuple[TokenProbability, ...], offset: int) -> dict[str, Any]:

@@ -6,9 +6,12 @@ import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 from ggml_engine.server.events import Event, TokenProbability, Usage
+from ggml_engine.server.hosting import HostedModel
+
+_FINGERPRINT_DIGITS: Final = 10
 
 Frame: TypeAlias = tuple[str | None, dict[str, Any]]
 """An event of a stream: its name, where the dialect names events, and its data."""
@@ -21,11 +24,17 @@ class Head:
     id: str
     created: int
     model: str
+    fingerprint: str = ""
 
     @classmethod
-    def new(cls, prefix: str, model: str) -> Head:
-        """Of an answer that begins now."""
-        return cls(new_id(prefix), int(time.time()), model)
+    def new(cls, prefix: str, model: HostedModel) -> Head:
+        """Of an answer of a model that begins now."""
+        return cls(new_id(prefix), int(time.time()), model.name, model.fingerprint)
+
+    @property
+    def system_fingerprint(self) -> str | None:
+        """As OpenAI's API has it: another one says that the model, or how it is executed, is another."""
+        return f"fp_{self.fingerprint[:_FINGERPRINT_DIGITS]}" if self.fingerprint else None
 
 
 def new_id(prefix: str) -> str:

@@ -23,7 +23,7 @@ RenderError = Callable[[HttpProblem], tuple[str | None, Mapping[str, Any]]]
 
 async def answer(request: Request, model: HostedModel, job: ChatJob | CompletionJob) -> Answer:
     """The whole answer; a client that leaves ends it. Raises HttpProblem and what the engine raises."""
-    prepared = await asyncio.to_thread(prepare, model, job)
+    prepared = await asyncio.to_thread(prepare, model, job, request.state.partition)
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     events: list[Event] = []
 
@@ -61,7 +61,7 @@ async def respond(
     check_choices(request, job)
     if not job.stream:
         return JSONResponse(whole(await answer(request, model, job)))
-    prepared = await asyncio.to_thread(prepare, model, job)
+    prepared = await asyncio.to_thread(prepare, model, job, request.state.partition)
 
     def on_event(event: Event) -> None:
         if isinstance(event, Progress):

@@ -32,7 +32,7 @@ def responses_endpoint(store: ResponseStore) -> Callable[[Request], Awaitable[Re
         earlier = _earlier(store, partition, body.previous_response_id)
         job = body.job(session_of(body.session_id, request.headers), earlier)
         model = await use_model(request, job.model)
-        head = Head.new("resp_", model.name)
+        head = Head.new("resp_", model)
         echoed = body.echoed()
 
         def keep(response: dict[str, Any]) -> None:

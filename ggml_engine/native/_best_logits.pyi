@@ -1,3 +1,0 @@
-from typing import Any
-
-def best(row: Any, n_tokens: int, n_best: int, /) -> tuple[bytes, bytes] | None: ...
