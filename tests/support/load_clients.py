@@ -24,7 +24,7 @@ from typing import Any
 from cli_process import command, environment
 
 READY_S = 60.0
-WAIT_S = 60.0  # for what comes, however busy the machine is
+WAIT_S = 180.0  # for what comes, however busy the machine is
 _METRIC = re.compile(r"^ggml_engine_(\w+)(?:\{.*\})? (\S+)$", re.MULTILINE)
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close by RST
 
