@@ -401,7 +401,9 @@ class GgmlExecutor(Executor):
 
     def _kept(self, step: PlacedStep, place: Placement, batch: Batch) -> PlacedStep | None:
         """A committed step as it is kept for the next one, where it may be moved on to that."""
-        if not self._moves_on or not isinstance(self.cache, CellCache) or not batch.n_tokens == batch.n_outputs == 1:
+        if not self._moves_on or not isinstance(self.cache, CellCache):
+            return None
+        if batch.prepared or not batch.n_tokens == batch.n_outputs == 1:
             return None
         return replace(step, place=self.cache.next_token(place, step.plans))
 

@@ -109,9 +109,9 @@ class Backend:
 
     def set_threads(self, n_threads: int) -> None:
         """Threads of the next graphs, 1 to 512. Does nothing where the device has no threads."""
+        check_threads("threads", n_threads)
         if n_threads == self._n_threads:
             return
-        check_threads("threads", n_threads)
         self._n_threads = n_threads
         address = _proc_address(self.libraries, self.device, b"ggml_backend_set_n_threads")
         if address is not None:

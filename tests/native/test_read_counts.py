@@ -21,6 +21,7 @@ from ggml_engine.errors import UnknownSequenceError
 from ggml_engine.executor import input_memory
 from ggml_engine.executor.batch import Batch
 from ggml_engine.executor.executor import GgmlExecutor
+from ggml_engine.executor.placed_step import PlacedStep
 from ggml_engine.ggml import backends
 from ggml_engine.models.model import Model
 from ggml_engine.pool import kv_pool
@@ -52,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 
 @pytest.fixture
 def placements(monkeypatch: pytest.MonkeyPatch) -> list[Placement]:
-    """Every placement that was committed."""
+    """Every placement that was committed; steps are planned anew (that moved ones count alike: test_decode_steps)."""
     found: list[Placement] = []
     commit = Placement.commit
 
@@ -61,6 +62,7 @@ def placements(monkeypatch: pytest.MonkeyPatch) -> list[Placement]:
         found.append(placement)
 
     monkeypatch.setattr(Placement, "commit", recorded)
+    monkeypatch.setattr(PlacedStep, "moves_on", lambda *_: False)
     return found
 
 
