@@ -14,6 +14,7 @@ from ggml_engine.chat.replies import (
     ContentPart,
     ReasoningPart,
     ReplyPart,
+    ToolCall,
     ToolCallArguments,
     ToolCallBegin,
     ToolCallEnd,
@@ -100,21 +101,12 @@ Event: TypeAlias = Progress | Begun | Said | Ended | Finished | Failed
 
 
 @dataclass(slots=True)
-class Call:
-    """A tool call of an answer; `arguments` is the text that the model wrote."""
-
-    id: str
-    name: str
-    arguments: str = ""
-
-
-@dataclass(slots=True)
 class Choice:
     """One whole answer; what became no call is text of it."""
 
     content: str = ""
     reasoning: str = ""
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, ToolCall] = field(default_factory=dict)
     logprobs: list[TokenProbability] = field(default_factory=list)
     reason: StopReason = "end"
     stop: str | None = None
@@ -128,7 +120,7 @@ class Choice:
             case ReasoningPart(text=text):
                 self.reasoning += text
             case ToolCallBegin(index=index, id=identifier, name=name):
-                self.calls[index] = Call(identifier, name)
+                self.calls[index] = ToolCall(identifier, name, "")
             case ToolCallArguments(index=index, text=text):
                 self.calls[index].arguments += text
             case ToolCallEnd(index=index, malformed=text) if text:

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
+
+from ggml_engine.control.prefix_match import n_shared
 
 _FIRST_SPECIAL: Final = 256  # below are bytes
 
@@ -39,18 +40,12 @@ def with_retained(tokens: list[int], retained: Iterable[Sequence[int]], spelling
     wanted = np.asarray(tokens, np.int32)
     best, n_covered = tokens, 0
     for held in retained:
-        n_same = _n_common(wanted, np.asarray(held, np.int32))
+        n_same = n_shared(wanted, np.asarray(held, np.int32))
         n_held, n_tokens = _n_spelled_alike(tokens, held, n_same, spelling)
         if n_tokens > n_covered:
             n_covered = n_tokens
             best = tokens if n_tokens == n_same else [*map(int, held[:n_held]), *tokens[n_tokens:]]
     return best
-
-
-def _n_common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    n = min(len(one), len(other))
-    differ = np.flatnonzero(one[:n] != other[:n])
-    return int(differ[0]) if len(differ) else n
 
 
 def _n_spelled_alike(tokens: Sequence[int], held: Sequence[int], n_same: int, spelling: Spelling) -> tuple[int, int]:

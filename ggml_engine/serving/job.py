@@ -18,6 +18,7 @@ from ggml_engine.control.generation import Generation, Reason, Update, failure
 from ggml_engine.control.prefix_cache import PrefixCache
 from ggml_engine.control.prefix_match import Lookup
 from ggml_engine.control.runner import Runner
+from ggml_engine.control.scheduler import common_prefix
 from ggml_engine.control.session import Session
 from ggml_engine.errors import ClosedError, SessionError
 from ggml_engine.serving.checkpoints import Post, PromptCheckpoints, checkpoint_positions
@@ -126,7 +127,7 @@ class Job:
     def _n_shared(self) -> int:
         """How many tokens of the prompt the own session holds."""
         own = self._own
-        return 0 if own is None else _n_shared(own.tokens, self._tokens)
+        return 0 if own is None else common_prefix(own.tokens, self._tokens)
 
     def _begin_in_own(self, n_shared: int) -> None:
         self._own_tried = True
@@ -365,10 +366,3 @@ class Job:
                 log.exception("a listener's on_settled raised")
         if not self._left:
             self.reply.note_done()
-
-
-def _n_shared(held: list[int], wanted: list[int]) -> int:
-    for n, (left, right) in enumerate(zip(held, wanted, strict=False)):
-        if left != right:
-            return n
-    return min(len(held), len(wanted))
