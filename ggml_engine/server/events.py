@@ -10,15 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from ggml_engine.chat.replies import (
-    ContentPart,
-    ReasoningPart,
-    ReplyPart,
-    ToolCall,
-    ToolCallArguments,
-    ToolCallBegin,
-    ToolCallEnd,
-)
+from ggml_engine.chat.replies import ReplyMessage, ReplyPart
 from ggml_engine.server.errors import HttpProblem
 
 StopReason = Literal["end", "length", "context", "stop", "tool_calls"]
@@ -101,31 +93,12 @@ Event: TypeAlias = Progress | Begun | Said | Ended | Finished | Failed
 
 
 @dataclass(slots=True)
-class Choice:
-    """One whole answer; what became no call is text of it."""
+class Choice(ReplyMessage):
+    """One whole answer."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: dict[int, ToolCall] = field(default_factory=dict)
     logprobs: list[TokenProbability] = field(default_factory=list)
     reason: StopReason = "end"
     stop: str | None = None
-
-    def add(self, said: Said) -> None:
-        """Take a part in."""
-        self.logprobs += said.logprobs
-        match said.part:
-            case ContentPart(text=text):
-                self.content += text
-            case ReasoningPart(text=text):
-                self.reasoning += text
-            case ToolCallBegin(index=index, id=identifier, name=name):
-                self.calls[index] = ToolCall(identifier, name, "")
-            case ToolCallArguments(index=index, text=text):
-                self.calls[index].arguments += text
-            case ToolCallEnd(index=index, malformed=text) if text:
-                del self.calls[index]
-                self.content += text
 
 
 @dataclass(slots=True)
@@ -142,8 +115,10 @@ def collect(events: Iterable[Event], n_choices: int) -> Answer | Failed:
     failure: Failed | None = Failed(HttpProblem(500, "internal_error", "the answer has no end"))
     for event in events:
         match event:
-            case Said(index=index):
-                answer.choices[index].add(event)
+            case Said(index=index, part=part, logprobs=logprobs):
+                answer.choices[index].logprobs += logprobs
+                if part is not None:
+                    answer.choices[index].add(part)
             case Ended(index=index, reason=reason, stop=stop):
                 answer.choices[index].reason, answer.choices[index].stop = reason, stop
             case Finished(usage=usage):

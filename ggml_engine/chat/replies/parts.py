@@ -64,29 +64,36 @@ class ToolCall:
 
 @dataclass(slots=True)
 class ReplyMessage:
-    """A whole reply."""
+    """A whole reply. `calls` are those that are complete, by their index."""
 
     content: str = ""
     reasoning: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
+    calls: dict[int, ToolCall] = field(default_factory=dict)
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls in their order."""
+        return list(self.calls.values())
 
     @classmethod
     def of(cls, parts: Iterable[ReplyPart]) -> ReplyMessage:
-        """All parts of a reply in one; calls that are not complete are text of its content."""
-        content: list[str] = []
-        reasoning: list[str] = []
-        calls: dict[int, tuple[ToolCallBegin, list[str]]] = {}
+        """All parts of a reply in one."""
+        made = cls()
         for part in parts:
-            if isinstance(part, ContentPart):
-                content.append(part.text)
-            elif isinstance(part, ReasoningPart):
-                reasoning.append(part.text)
-            elif isinstance(part, ToolCallBegin):
-                calls[part.index] = part, []
-            elif isinstance(part, ToolCallArguments):
-                calls[part.index][1].append(part.text)
-            elif part.malformed:
-                content.append(part.malformed)
-                del calls[part.index]
-        made = [ToolCall(begin.id, begin.name, "".join(pieces)) for begin, pieces in calls.values()]
-        return cls("".join(content), "".join(reasoning), made)
+            made.add(part)
+        return made
+
+    def add(self, part: ReplyPart) -> None:
+        """Take a part in; a call that is not complete is text of the content."""
+        match part:
+            case ContentPart(text=text):
+                self.content += text
+            case ReasoningPart(text=text):
+                self.reasoning += text
+            case ToolCallBegin(index=index, id=identifier, name=name):
+                self.calls[index] = ToolCall(identifier, name, "")
+            case ToolCallArguments(index=index, text=text):
+                self.calls[index].arguments += text
+            case ToolCallEnd(index=index, malformed=text) if text:
+                del self.calls[index]
+                self.content += text
