@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from ggml_engine.errors import OptionError
 from ggml_engine.server import basics, dialects, embeddings, sessions, tokens
+from ggml_engine.server.bodies import Bodies
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.guard import Guard, GuardRules
 from ggml_engine.server.hosting import Loader, ModelHost
@@ -65,12 +66,8 @@ def create_app(
     budget = budget_of(options)
     lifecycle = Lifecycle()
     state: dict[str, Any] = {"options": server, "lifecycle": lifecycle, "since": time.time()}
-    rules = GuardRules(
-        keys,
-        HostRule(server.host, server.allowed_hosts, has_keys=bool(keys)),
-        server.max_body_bytes,
-        server.body_timeout_s,
-    )
+    bodies = Bodies(server.max_body_bytes, server.bodies_bytes, server.body_timeout_s)
+    rules = GuardRules(keys, HostRule(server.host, server.allowed_hosts, has_keys=bool(keys)), bodies)
     host = ModelHost(server.models, loader or EngineLoader(options, budget), budget=budget, idle_s=server.model_idle_s)
     state["host"] = host
     state["saving"] = asyncio.Lock()
@@ -108,6 +105,7 @@ def create_app(
     app.state.host = host
     app.state.lifecycle = lifecycle
     app.state.started = started
+    app.state.bodies = bodies
     return app
 
 

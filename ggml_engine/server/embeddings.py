@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from ggml_engine.control.embedding import Embedding
 from ggml_engine.models.pooling import choose_pooling
 from ggml_engine.server.errors import HttpProblem
-from ggml_engine.server.guard import read_json
+from ggml_engine.server.bodies import read_json
 from ggml_engine.server.hosting import HostedModel
 from ggml_engine.server.validation import RequestModel, validated
 

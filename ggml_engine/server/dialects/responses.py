@@ -16,7 +16,7 @@ from ggml_engine.server.dialects.responses_request import ResponseRequest
 from ggml_engine.server.dialects.sampling import session_of
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.events import Answer, Event, Finished
-from ggml_engine.server.guard import read_json
+from ggml_engine.server.bodies import read_json
 from ggml_engine.server.hosting import use_model
 from ggml_engine.server.jobs import Message
 from ggml_engine.server.validation import validated
