@@ -27,7 +27,9 @@ from ggml_engine.server.loader import EngineLoader, budget_of
 from ggml_engine.server.logs import log
 from ggml_engine.server.metrics import Metrics, metrics
 from ggml_engine.server.options import ServeOptions, ServerOptions
+from ggml_engine.server.workers import Workers
 
+_SESSION_THREADS: Final = 4  # forks, rewinds, saves and loads of sessions at once
 ROUTES: Final[tuple[Route, ...]] = (
     Route("/health", basics.health, methods=["GET"]),
     Route("/metrics", metrics, methods=["GET"]),
@@ -71,6 +73,7 @@ def create_app(
     host = ModelHost(server.models, loader or EngineLoader(options, budget), budget=budget, idle_s=server.model_idle_s)
     state["host"] = host
     state["saving"] = asyncio.Lock()
+    state["session_workers"] = session_workers = Workers(_SESSION_THREADS, "ggml-engine-sessions")
     state["metrics"] = measured = Metrics(host, lifecycle)
     state["started"] = started = asyncio.Event()
 
@@ -94,6 +97,7 @@ def create_app(
             for task in tasks:
                 with suppress(asyncio.CancelledError):
                     await task
+            session_workers.close()
 
     app = Starlette(
         routes=[*ROUTES, *dialects.routes()] if routes is None else list(routes),
