@@ -189,7 +189,9 @@ class ModelHost:
             await self._admit(slot)
             try:
                 log.info("loading the model %s", slot.name)
-                slot.model = await self._threads.call(lambda: self._loader.load(slot.name, slot.path, slot.cancel.is_set))
+                slot.model = await self._threads.call(
+                    lambda: self._loader.load(slot.name, slot.path, slot.cancel.is_set)
+                )
                 self.n_loads += 1
                 slot.last_used = self._clock()
             except BaseException:

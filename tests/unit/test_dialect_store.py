@@ -66,7 +66,7 @@ class TestResponseStore:
         assert store.find("b", "new") == HI
         assert [number for number in range(8) if store.find("a", str(number)) is None] == [0]
 
-    @pytest.mark.parametrize("text", ["x" * 90, "\u20ac" * 30, "\U0001f600" * 22, "\"\\\n" * 15], ids=ascii)
+    @pytest.mark.parametrize("text", ["x" * 90, "\u20ac" * 30, "\U0001f600" * 22, '"\\\n' * 15], ids=ascii)
     def test_bytes_are_counted_as_they_are_kept(self, text: str) -> None:
         store = ResponseStore(max_bytes=1 << 20)
         store.put("", "r", _said(text))

@@ -104,7 +104,7 @@ def test_more_values_than_may_be_never_reach_the_parser(
     assert (caught.value.status, caught.value.code, parser.n_bytes) == (400, "invalid_json", 0)
 
 
-@pytest.mark.parametrize("text", ["[" * 10, "{[,", '"[,', '\\[,', '\\"[,', "\\\\\"[,", "\n[,{}"], ids=repr)
+@pytest.mark.parametrize("text", ["[" * 10, "{[,", '"[,', "\\[,", '\\"[,', '\\\\"[,', "\n[,{}"], ids=repr)
 def test_brackets_and_commas_of_a_text_are_no_values(text: str) -> None:
     long = text * (2 * MAX_VALUES // len(text))
     assert parse_object(json.dumps({"prompt": long, "after": [long[:9], {}]}).encode())["prompt"] == long
