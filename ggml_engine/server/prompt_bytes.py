@@ -1,7 +1,7 @@
 """`check_bytes`: a text that no context can hold is refused by its bytes, before seconds go into tokenising it.
 
-What only counts tokens (`/tokenize`, `/v1/messages/count_tokens`) does not ask: how long a text is in tokens is what its
-callers want to know, also of one that is too long, and no session bounds it.
+What only counts tokens (`/tokenize`, `/v1/messages/count_tokens`) does not ask: how long a text is in tokens is what
+its callers want to know, also of one that is too long, and no session bounds it.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ggml_engine.control.saved_names import SUFFIX, names_in, path_of
-from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.bodies import read_json
+from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.hosting import HostedModel, gib
 from ggml_engine.server.validation import RequestModel, validated
 

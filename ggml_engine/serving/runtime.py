@@ -104,8 +104,8 @@ class ServingRuntime:
 
         Raises InputError for what are no tokens of the model, ContextLengthError for more of them than a session can
         ever hold, OptionError for more choices than compute at once, SessionBusyError where its session is in use,
-        SessionLimitError where all that may be kept are, ClosedError, and QueueFullError where `max_queue` requests wait
-        and the request's partition has its share of them.
+        SessionLimitError where all that may be kept are, ClosedError, and QueueFullError where `max_queue` requests
+        wait and the request's partition has its share of them.
         """
         tokens = self._checked(request)
         most = self._limit - len(tokens) + 1  # the last token that is sampled takes no cell

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vocab_files import BYTE_TOKENS, CONTROL, NORMAL, USER_DEFINED, bpe, spm, write
+from vocab_files import BYTE_TOKENS, CONTROL, NORMAL, bpe, spm, write
 
 from ggml_engine.errors import InputError
 from ggml_engine.ggml.gguf import GGUFFile

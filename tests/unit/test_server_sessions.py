@@ -163,7 +163,7 @@ def test_sessions_and_the_loading_of_models_do_not_wait_for_each_other(tmp_path:
     loader.runtime = runtime = FakeRuntime()
     loader.engine.executor.bytes_per_cell = 100
     loader.engine.vocabulary = SimpleNamespace(
-        special_tokens={}, check_tokens=np.array, decode=lambda tokens, continues: ""
+        special_tokens={}, check_tokens=np.array, decode=lambda _tokens, **_options: ""
     )
     gate = threading.Event()
     n_models = 8
