@@ -83,7 +83,7 @@ SERVING_HELP: Final[dict[str, _Row]] = {
     ),
     "max_sessions": (SERVING, "N", "Named sessions that are kept.", None),
     "max_requests": (SERVING, "N", "Requests that compute at once.", None),
-    "max_queue": (SERVING, "N", "Requests that wait; one more is answered with 429.", None),
+    "max_queue": (SERVING, "N", "Requests that wait; one more is answered with 429 where its key has its share.", None),
     "max_session_tokens": (SERVING, "N", "Longest session.", "all that fits"),
     "session_idle_s": (SERVING, "S", "Close a named session that nobody used for so long.", None),
 }
