@@ -30,12 +30,14 @@ class ServerOptions:
     """How a server listens, what it takes from strangers, and which models it has.
 
     `models` are pairs of a name and a path, or what `find_model` knows; the first is loaded at once, and answers where
-    a request names none. A key comes from the environment variable `api_key_env` or the lines of `api_key_file`.
-    Sizes are in bytes and may be text ("8G"); times are in seconds. `memory_budget` bounds what all loaded models may
-    take: None is no bound for one model, and nine tenths of the free memory for several. Raises OptionError.
+    a request names none, and with `any_model` where it names one that there is not. A key comes from the environment
+    variable `api_key_env` or the lines of `api_key_file`. Sizes are in bytes and may be text ("8G"); times are in
+    seconds. `memory_budget` bounds what all loaded models may take: None is no bound for one model, and nine tenths of
+    the free memory for several. Raises OptionError.
     """
 
     models: tuple[tuple[str, str], ...] = ()
+    any_model: bool = False
     host: str = "127.0.0.1"
     port: int = 8080
     api_key_env: str | None = DEFAULT_API_KEY_ENV
@@ -66,8 +68,9 @@ class ServerOptions:
             _check_integer(name, getattr(self, name), low, high)
         for name, low_s, high_s in _SECONDS:
             _check_seconds(name, getattr(self, name), low_s, high_s, optional=name == "model_idle_s")
-        if not isinstance(self.public_without_key, bool):
-            raise OptionError(f"public_without_key is true or false, is {self.public_without_key!r}")
+        for name in ("any_model", "public_without_key"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name} is true or false, is {getattr(self, name)!r}")
 
 
 _INTEGERS: Final = (("port", 0, 65535), ("max_choices", 1, 128), ("max_connections", 1, 1 << 20))
