@@ -64,7 +64,7 @@ def coding_agent(fingerprint: str, **more: Any) -> dict[str, Any]:
     """A turn of a coding agent, which marks what it sends for a cache and a bill."""
     return {
         "model": "m",
-        "max_tokens": 32000,
+        "max_tokens": 8000,
         "system": [
             {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={fingerprint};"},
             {"type": "text", "text": "You are an agent.", "cache_control": CACHED},
