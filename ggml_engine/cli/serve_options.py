@@ -26,6 +26,7 @@ SERVING: Final = "Sessions and prefixes"
 _Row = tuple[str, str, str, str | None]
 SERVER_HELP: Final[dict[str, _Row]] = {
     "models": (MODELS, "NAME=PATH", "A further model, loaded when it is asked for; may be repeated.", None),
+    "any_model": (MODELS, "", "Requests that name a model that there is not get the first one.", None),
     "memory_budget": (
         MODELS,
         "BYTES",

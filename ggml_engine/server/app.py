@@ -19,7 +19,7 @@ from ggml_engine.server import basics, dialects, embeddings, sessions, tokens
 from ggml_engine.server.bodies import Bodies
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.guard import Guard, GuardRules
-from ggml_engine.server.hosting import Loader, ModelHost
+from ggml_engine.server.hosting import LOAD_ERRORS, Loader, ModelHost
 from ggml_engine.server.hosts import HostRule, is_loopback
 from ggml_engine.server.keys import ApiKeys, load_keys
 from ggml_engine.server.lifecycle import Lifecycle
@@ -38,6 +38,8 @@ ROUTES: Final[tuple[Route, ...]] = (
     Route("/tokenize", tokens.tokenize, methods=["POST"]),
     Route("/detokenize", tokens.detokenize, methods=["POST"]),
     Route("/v1/embeddings", embeddings.embeddings, methods=["POST"]),
+    Route("/models", basics.models, methods=["GET"]),  # without /v1: as llama.cpp's clients ask
+    Route("/embeddings", embeddings.embeddings, methods=["POST"]),
     *sessions.routes(),
 )
 
@@ -60,7 +62,7 @@ def create_app(
 ) -> Starlette:
     """The application of a server. `loader` and `routes` replace what loads models and what is served, for tests.
 
-    The first model is loaded when it starts; where that fails, `on_failed_start` is told. Raises OptionError.
+    The first model is loaded when it starts; where it cannot be, `on_failed_start` is told. Raises OptionError.
     """
     server = options.server
     keys = load_keys(server.api_key_env, server.api_key_file)
@@ -70,7 +72,13 @@ def create_app(
     state: dict[str, Any] = {"options": server, "lifecycle": lifecycle, "since": time.time()}
     bodies = Bodies(server.max_body_bytes, server.bodies_bytes, server.body_timeout_s)
     rules = GuardRules(keys, HostRule(server.host, server.allowed_hosts, has_keys=bool(keys)), bodies)
-    host = ModelHost(server.models, loader or EngineLoader(options, budget), budget=budget, idle_s=server.model_idle_s)
+    host = ModelHost(
+        server.models,
+        loader or EngineLoader(options, budget),
+        budget=budget,
+        idle_s=server.model_idle_s,
+        any_model=server.any_model,
+    )
     state["host"] = host
     state["saving"] = asyncio.Lock()
     state["session_workers"] = session_workers = Workers(_SESSION_THREADS, "ggml-engine-sessions")
@@ -83,8 +91,9 @@ def create_app(
                 started.set()
         except HttpProblem as problem:
             log.error("the first model cannot be loaded: %s", problem.message)
-            if on_failed_start is not None:
-                on_failed_start(problem.__cause__ or problem)
+            cause = problem.__cause__ or problem
+            if on_failed_start is not None and isinstance(cause, (HttpProblem, *LOAD_ERRORS)):
+                on_failed_start(cause)  # after anything else the next request tries again
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:

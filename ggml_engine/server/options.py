@@ -30,13 +30,15 @@ class ServerOptions:
     """How a server listens, what it takes from strangers, and which models it has.
 
     `models` are pairs of a name and a path, or what `find_model` knows; the first is loaded at once, and answers where
-    a request names none. A key comes from the environment variable `api_key_env` or the lines of `api_key_file`.
-    Sizes are in bytes and may be text ("8G"); times are in seconds. `memory_budget` bounds what all loaded models may
-    take: None is no bound for one model, and nine tenths of the free memory for several. `max_bodies_bytes` bounds the
-    bodies of all requests that run (None: eight of `max_body_bytes`). Raises OptionError.
+    a request names none, and with `any_model` where it names one that there is not. A key comes from the environment
+    variable `api_key_env` or the lines of `api_key_file`. Sizes are in bytes and may be text ("8G"); times are in
+    seconds. `memory_budget` bounds what all loaded models may take: None is no bound for one model, and nine tenths of
+    the free memory for several. `max_bodies_bytes` bounds the bodies of all requests that run (None: eight of
+    `max_body_bytes`). Raises OptionError.
     """
 
     models: tuple[tuple[str, str], ...] = ()
+    any_model: bool = False
     host: str = "127.0.0.1"
     port: int = 8080
     api_key_env: str | None = DEFAULT_API_KEY_ENV
@@ -68,8 +70,9 @@ class ServerOptions:
             _check_integer(name, getattr(self, name), low, high)
         for name, low_s, high_s in _SECONDS:
             _check_seconds(name, getattr(self, name), low_s, high_s, optional=name == "model_idle_s")
-        if not isinstance(self.public_without_key, bool):
-            raise OptionError(f"public_without_key is true or false, is {self.public_without_key!r}")
+        for name in ("any_model", "public_without_key"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name} is true or false, is {getattr(self, name)!r}")
         if self.max_bodies_bytes is not None and self.max_bodies_bytes < self.max_body_bytes:
             raise OptionError(
                 f"max_bodies_bytes={self.max_bodies_bytes} has no room for one body of "

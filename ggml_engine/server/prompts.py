@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 from ggml_engine.chat.replies import ReplyParser, ToolFormat, detect_format, prepare_messages
 from ggml_engine.chat.template import METADATA_KEY, ChatTemplate
@@ -18,8 +18,7 @@ from ggml_engine.server.hosting import HostedModel
 from ggml_engine.server.jobs import ChatJob, CompletionJob, GenerationJob
 from ggml_engine.server.prompt_bytes import check_bytes
 from ggml_engine.server.retained import Spelling, with_retained
-
-_FLAG: Final = "enable_thinking"
+from ggml_engine.server.template_variables import told_variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,36 +156,17 @@ def _rendered(model: HostedModel, job: ChatJob) -> list[Segment]:
     """The prompt as text."""
     template, vocabulary = _template(model), model.engine.vocabulary
     reply_format = _format(model)
-    _check_variables(template.source, reply_format, job.variables)
+    told = told_variables(template, reply_format, job.variables, job.hints)
     try:
         messages, variables = prepare_messages(reply_format, job.messages, job.tools, job.tool_choice)
     except InputError as error:
         raise HttpProblem(400, "invalid_value", str(error), "messages") from None
-    segments = template.render_segments(messages, vocabulary.special_tokens, **variables, **job.variables)
+    segments = template.render_segments(messages, vocabulary.special_tokens, **variables, **told)
     return [*segments, Segment(job.opening, False)] if job.opening else segments
 
 
 def _encoded(model: HostedModel, segments: list[Segment]) -> list[int]:
     return [int(token) for token in model.engine.vocabulary.encode_segments(segments, add_special=True)]
-
-
-def _check_variables(source: str, reply_format: ToolFormat, variables: Mapping[str, Any]) -> None:
-    """A template that does not look at a variable would ignore it: that is refused, unless it asks for what is done."""
-    for name, value in variables.items():
-        if name in source:
-            continue
-        if name == _FLAG and bool(value) == _thinks_anyway(source, reply_format):
-            continue
-        raise HttpProblem(
-            400,
-            "unsupported_parameter",
-            f"{name} of {value!r} is not supported by this model: its chat template knows no {name}",
-            name,
-        )
-
-
-def _thinks_anyway(source: str, reply_format: ToolFormat) -> bool:
-    return reply_format.reasoning is not None and reply_format.reasoning[0] in source
 
 
 # ---- how it is generated

@@ -76,9 +76,7 @@ def _shown(model: HostedModel, info: Any) -> dict[str, Any]:
 async def list_sessions(request: Request) -> Response:
     """Those of a model that is loaded (`?model=`, by default the first), and the names that are saved."""
     host, partition = request.state.host, request.state.partition
-    name = request.query_params.get("model", host.default)
-    if name not in host.names:
-        raise HttpProblem(404, "model_not_found", f"there is no model {name!r:.140}", "model")
+    name = host.named(request.query_params.get("model"))
     found = []
     for model in host.loaded():
         if model.name == name:

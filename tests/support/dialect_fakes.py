@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from starlette.applications import Starlette
 
 from ggml_engine.chat.template import METADATA_KEY, ChatTemplate
 from ggml_engine.control.generation import GenerationStats, Prefill, Reason, Update
@@ -159,7 +161,8 @@ class FakeRuntime:
 class FakeServer:
     """The client of a server over a scripted runtime."""
 
-    def __init__(self, client: httpx.AsyncClient, runtime: FakeRuntime, vocabulary: Bytes) -> None:
+    def __init__(self, app: Starlette, client: httpx.AsyncClient, runtime: FakeRuntime, vocabulary: Bytes) -> None:
+        self.app = app
         self.client = client
         self.runtime = runtime
         self.vocabulary = vocabulary
@@ -181,6 +184,13 @@ def stream_data(response: httpx.Response) -> list[Any]:
     """What the events of a stream hold, in their order; [DONE] as it is."""
     lines = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def transport_of(sdk: Any, server: FakeServer) -> Any:
+    """An HTTP client for an official client, by the package that this one uses: httpx, or what followed it."""
+    packages = [kind.__module__.partition(".")[0] for kind in sdk.DefaultAsyncHttpxClient.__mro__]
+    http = importlib.import_module(next(name for name in packages if name.startswith("httpx")))
+    return http.AsyncClient(transport=http.ASGITransport(server.app))
 
 
 @asynccontextmanager
@@ -207,7 +217,7 @@ async def fake_server(template: str | None = TEMPLATE, **options: Any) -> AsyncI
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=10) as client:
-            yield FakeServer(client, runtime, engine.vocabulary)
+            yield FakeServer(app, client, runtime, engine.vocabulary)
     await app.state.host.close()
 
 

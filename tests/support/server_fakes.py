@@ -132,10 +132,17 @@ def options_of(**given: Any) -> Any:
     return resolve({"models": ["m=path"], "port": 0, "shutdown_grace_s": 0.05, **given})
 
 
-def app_of(jobs: Jobs | None = None, loader: FakeLoader | None = None, **given: Any) -> Starlette:
+def app_of(
+    jobs: Jobs | None = None,
+    loader: FakeLoader | None = None,
+    on_failed_start: Callable[[BaseException], object] | None = None,
+    **given: Any,
+) -> Starlette:
     """An application with a fake loader; with `jobs` their routes beside its own."""
-    more = [] if jobs is None else jobs.routes()
-    return create_app(options_of(**given), loader=loader or FakeLoader(), routes=[*ROUTES, *more])
+    routes = [*ROUTES, *([] if jobs is None else jobs.routes())]
+    return create_app(
+        options_of(**given), loader=loader or FakeLoader(), routes=routes, on_failed_start=on_failed_start
+    )
 
 
 @asynccontextmanager

@@ -24,8 +24,9 @@ async def messages(request: Request) -> Response:
     body = validated(MessagesRequest, await read_json(request))
     job = body.job(session_of(body.session_id, request.headers))
     model = await use_model(request, job.model)
-    head = Head.new("msg_", model)
-    return await respond(request, model, job, partial(render_message, head), MessageStream(head))
+    head, shows = Head.new("msg_", model), body.shows_thinking
+    whole = partial(render_message, head, shows_thinking=shows)
+    return await respond(request, model, job, whole, MessageStream(head, shows_thinking=shows))
 
 
 async def count_tokens(request: Request) -> Response:

@@ -40,11 +40,12 @@ def responses_endpoint(store: ResponseStore) -> Callable[[Request], Awaitable[Re
                 store.put(partition, head.id, (*earlier, *body.messages(), answered(response["output"])))
 
         def whole(answer: Answer) -> dict[str, Any]:
-            response = render_response(head, echoed, answer)
+            response = render_response(head, echoed, answer, seals_reasoning=body.seals_reasoning)
             keep(response)
             return response
 
-        stream = _KeptStream(ResponseStream(head, echoed), keep)
+        rendered = ResponseStream(head, echoed, seals_reasoning=body.seals_reasoning)
+        stream = _KeptStream(rendered, keep)
         return await respond(request, model, job, whole, stream, render_error=stream.failure)
 
     return responses
