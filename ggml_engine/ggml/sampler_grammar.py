@@ -137,6 +137,8 @@ class _AwaitedGrammar:
     def allows(self, token: int) -> bool:
         if self._held is not None:
             return self._held.allows(token)
+        if self._next is not None and self._next[0] == token:  # drawn, and now taken
+            return True
         found = self._watch.after(self._piece(token))
         if isinstance(found, Watch):
             self._next = token, found
