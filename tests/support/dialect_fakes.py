@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from fake_text import FakeText
 
 from ggml_engine.chat.template import METADATA_KEY, ChatTemplate
 from ggml_engine.control.generation import GenerationStats, Prefill, Reason, Update
@@ -134,6 +135,7 @@ class FakeRuntime:
         self.cached = 0
         self.error: Exception | None = None
         self.replies: list[FakeReply] = []
+        self.runner = SimpleNamespace(text=FakeText(0))
 
     def submit(self, request: ServingRequest, listener: Any) -> FakeReply:
         if self.error is not None and self.replies:
