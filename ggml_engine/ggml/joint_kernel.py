@@ -1,8 +1,8 @@
 """Joint products, where the package was built with them: several weights times the same few activations at once.
 
 Knows the C side's parameters (native/joint_products.h) and ggml's functions of a tensor type, which do the work row by
-row as in ggml's own products, where panels do not (panels.py). Without the extension built, or with a ggml whose CPU part lies elsewhere,
-`find_joint_kernel` finds nothing, and every product is an operation of its own.
+row as in ggml's own products, where panels do not (panels.py). Without the extension built, or with a ggml whose CPU
+part lies elsewhere, `find_joint_kernel` finds nothing, and every product is an operation of its own.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class JointKernel:
             for (_, spread), n_bytes in zip(forms, packed_bytes, strict=True)
         ]
         packed = _PARAMS.pack(
-            0.0 if eps is None else eps, len(dots), eps is not None, adds, n_threads, n_tokens > _MOST_TOKENS, 0, 0, 0, 0,
-            *_filled(of_weight, -1), *_filled(panels, 0), *_filled([spread for _, spread in forms], 0),
+            0.0 if eps is None else eps, len(dots), eps is not None, adds, n_threads, n_tokens > _MOST_TOKENS,
+            0, 0, 0, 0, *_filled(of_weight, -1), *_filled(panels, 0), *_filled([spread for _, spread in forms], 0),
             *_filled(form_bytes, 0), *_filled(packed_bytes, 0), *_filled(packs, 0),
             *_filled([dot.function for dot in dots], 0), 0 if self._panels is None else self._panels.address,
         )  # fmt: skip

@@ -64,7 +64,7 @@ static PyObject * joint(PyObject * self, PyObject * args) {
 #endif
 }
 
-PyDoc_STRVAR(joint_scratch_doc, "joint_scratch(params, n_dims, n_tokens)\n--\n\n"
+PyDoc_STRVAR(joint_scratch_doc, "joint_scratch(params, n_dims, n_tokens, /)\n--\n\n"
                                 "How many floats of scratch follow what an operation of these parameters writes.");
 
 static PyObject * joint_scratch(PyObject * self, PyObject * args) {
@@ -96,8 +96,8 @@ static PyObject * panels(PyObject * self, PyObject * args) {
                          (int) sizeof(struct panel_x_least), (int) sizeof(struct panel_x_signed));
 }
 
-PyDoc_STRVAR(agrees_doc, "panel_agrees(type, dot, pack)\n--\n\n"
-                         "Whether panels of a type multiply as ggml's functions at these addresses, to the bit.");
+PyDoc_STRVAR(agrees_doc, "panel_agrees(number, dot, pack, /)\n--\n\n"
+                         "Whether panels of the type of this number multiply as ggml's functions at these addresses, to the bit.");
 
 static PyObject * agrees(PyObject * self, PyObject * args) {
     int type;
