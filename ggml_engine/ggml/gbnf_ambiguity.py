@@ -20,7 +20,7 @@ from ggml_engine.errors import InputError
 MAX_CHARS: Final = 16
 MAX_RUN: Final = 64
 MAX_WAYS: Final = 8_192  # three repetitions of the same characters in a row have 2,145 of 64 characters
-MAX_BOUNDED_WAYS: Final = 512  # libllama counts in its stacks how often a bounded repetition has come
+MAX_BOUNDED_WAYS: Final = 512  # of runs: in its stacks libllama counts how often a bounded repetition has come
 MAX_GROWTH: Final = 12  # of live stacks, between the second and the last quarter of a text
 MAX_WORK: Final = 50_000  # stacks that are followed over one character, in all
 MAX_WRITTEN_OUT: Final = 128  # a longer repetition counts as one without an end
@@ -117,7 +117,8 @@ class _Walk:
             ways = self._most_ways(ways, self._choices(ways) if code is None else [code])
             n_live.append(len(ways))
             n_ways = sum(ways.values())
-            if n_ways > (MAX_BOUNDED_WAYS if any(map(self._is_bounded, ways)) else MAX_WAYS):
+            is_counted = code is not None and any(map(self._is_bounded, ways))
+            if n_ways > (MAX_BOUNDED_WAYS if is_counted else MAX_WAYS):
                 raise InputError(
                     f"the grammar is too ambiguous: {n_ways} ways to read {len(n_live)} characters of one text"
                 )

@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from ggml_engine.errors import InputError
 from ggml_engine.ggml.gbnf import MAX_ELEMENTS, check_grammar
 
+# whose rules for numbers and spaces overlap a little
+JSON = r"""
+root ::= ws object ws
+object ::= "{" ws (string ":" ws value ("," ws string ":" ws value)*)? "}" ws
+list ::= "[" ws (value ("," ws value)*)? "]" ws
+value ::= object | list | string | number | ("true" | "null") ws
+string ::= "\"" ([^"\\] | "\\" (["\\nrt] | "u" [0-9a-f]{4}))* "\"" ws
+number ::= "-"? ([0-9] | [1-9] [0-9]{0,15}) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
+ws ::= | " " | "\n" [ \t]{0,20}
+"""
 GOOD = [
+    JSON,
     'root ::= "yes" | "no"',
     "root  ::= [a-z]+ # comment\nother ::= root\n",
     'root ::= ("a"*)*',
