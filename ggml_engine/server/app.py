@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from ggml_engine.errors import OptionError
 from ggml_engine.server import basics, dialects, embeddings, sessions, tokens
+from ggml_engine.server.bodies import Bodies
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.guard import Guard, GuardRules
 from ggml_engine.server.hosting import Loader, ModelHost
@@ -26,7 +27,9 @@ from ggml_engine.server.loader import EngineLoader, budget_of
 from ggml_engine.server.logs import log
 from ggml_engine.server.metrics import Metrics, metrics
 from ggml_engine.server.options import ServeOptions, ServerOptions
+from ggml_engine.server.workers import Workers
 
+_SESSION_THREADS: Final = 4  # forks, rewinds, saves and loads of sessions at once
 ROUTES: Final[tuple[Route, ...]] = (
     Route("/health", basics.health, methods=["GET"]),
     Route("/metrics", metrics, methods=["GET"]),
@@ -65,15 +68,12 @@ def create_app(
     budget = budget_of(options)
     lifecycle = Lifecycle()
     state: dict[str, Any] = {"options": server, "lifecycle": lifecycle, "since": time.time()}
-    rules = GuardRules(
-        keys,
-        HostRule(server.host, server.allowed_hosts, has_keys=bool(keys)),
-        server.max_body_bytes,
-        server.body_timeout_s,
-    )
+    bodies = Bodies(server.max_body_bytes, server.bodies_bytes, server.body_timeout_s)
+    rules = GuardRules(keys, HostRule(server.host, server.allowed_hosts, has_keys=bool(keys)), bodies)
     host = ModelHost(server.models, loader or EngineLoader(options, budget), budget=budget, idle_s=server.model_idle_s)
     state["host"] = host
     state["saving"] = asyncio.Lock()
+    state["session_workers"] = session_workers = Workers(_SESSION_THREADS, "ggml-engine-sessions")
     state["metrics"] = measured = Metrics(host, lifecycle)
     state["started"] = started = asyncio.Event()
 
@@ -97,6 +97,7 @@ def create_app(
             for task in tasks:
                 with suppress(asyncio.CancelledError):
                     await task
+            session_workers.close()
 
     app = Starlette(
         routes=[*ROUTES, *dialects.routes()] if routes is None else list(routes),
@@ -108,6 +109,7 @@ def create_app(
     app.state.host = host
     app.state.lifecycle = lifecycle
     app.state.started = started
+    app.state.bodies = bodies
     return app
 
 

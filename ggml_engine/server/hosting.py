@@ -11,7 +11,6 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar
@@ -21,6 +20,7 @@ from starlette.requests import Request
 from ggml_engine.errors import CancelledError, EngineError, OptionError
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.logs import log, log_bug
+from ggml_engine.server.workers import Workers
 
 CLOSE_S: Final = 2.0  # for one model to end its work
 _RETRY_S: Final = 5.0
@@ -116,7 +116,7 @@ class ModelHost:
         self._idle_s = idle_s
         self._clock = clock
         self._admission = asyncio.Lock()
-        self._threads = ThreadPoolExecutor(len(self._slots) + 2, "ggml-engine-models")
+        self._threads = Workers(len(self._slots) + 2, "ggml-engine-models")
         self._is_closed = False
         self.n_loads = 0
 
@@ -189,7 +189,9 @@ class ModelHost:
             await self._admit(slot)
             try:
                 log.info("loading the model %s", slot.name)
-                slot.model = await self.in_thread(lambda: self._loader.load(slot.name, slot.path, slot.cancel.is_set))
+                slot.model = await self._threads.call(
+                    lambda: self._loader.load(slot.name, slot.path, slot.cancel.is_set)
+                )
                 self.n_loads += 1
                 slot.last_used = self._clock()
             except BaseException:
@@ -219,7 +221,7 @@ class ModelHost:
                 await asyncio.wait({slot.closing})
             if self._budget is None:
                 return
-            size = await self.in_thread(lambda: self._loader.measure(slot.path))
+            size = await self._threads.call(lambda: self._loader.measure(slot.path))
             if size.total > self._budget:
                 raise HttpProblem(
                     400,
@@ -251,7 +253,7 @@ class ModelHost:
 
     async def _close(self, slot: _Slot, model: HostedModel, timeout: float = CLOSE_S) -> bool:
         try:
-            return await self.in_thread(lambda: model.close(timeout))
+            return await self._threads.call(lambda: model.close(timeout))
         finally:
             slot.n_bytes = 0
             slot.closing = None
@@ -294,12 +296,8 @@ class ModelHost:
         if closings:
             await asyncio.wait(closings, timeout=timeout)
         is_whole = all(task.done() for task in tasks) and all(task.done() and task.result() for task in closings)
-        self._threads.shutdown(wait=False)
+        self._threads.close()
         return is_whole
-
-    async def in_thread(self, function: Callable[[], Result]) -> Result:
-        """Call a function that may take long."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
 
 async def use_model(request: Request, name: str | None = None) -> HostedModel:

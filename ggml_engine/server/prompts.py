@@ -16,6 +16,7 @@ from ggml_engine.ggml.sampler_config import SamplerConfig
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.hosting import HostedModel
 from ggml_engine.server.jobs import ChatJob, CompletionJob, GenerationJob
+from ggml_engine.server.prompt_bytes import check_bytes
 from ggml_engine.server.retained import Spelling, with_retained
 
 _FLAG: Final = "enable_thinking"
@@ -61,7 +62,7 @@ def prepare(model: HostedModel, job: ChatJob | CompletionJob, partition: str = "
 
 def count_prompt(model: HostedModel, job: ChatJob) -> int:
     """How many tokens a chat's prompt has. Raises as `prepare`."""
-    return len(_rendered(model, job)[0])
+    return len(_encoded(model, _rendered(model, job)))
 
 
 def _in_retained_tokens(model: HostedModel, tokens: list[int], job: GenerationJob, partition: str) -> list[int]:
@@ -77,6 +78,7 @@ def _completion(model: HostedModel, job: CompletionJob, partition: str) -> Prepa
     prompts = []
     for prompt in job.prompts:
         if isinstance(prompt, str):
+            check_bytes(model, prompt, _limit(model))
             tokens = vocabulary.encode(prompt, add_special=True, parse_special=False).tolist()
             tokens = _in_retained_tokens(model, tokens, job, partition)
             echo = prompt
@@ -100,8 +102,10 @@ def _checked_ids(vocabulary: Any, prompt: tuple[int, ...]) -> list[int]:
 
 
 def _chat(model: HostedModel, job: ChatJob, partition: str) -> Prepared:
-    tokens, prompt_end = _rendered(model, job)
-    tokens = _in_retained_tokens(model, tokens, job, partition)
+    segments = _rendered(model, job)
+    prompt_end = "".join(text for text, _ in segments)
+    check_bytes(model, prompt_end, _limit(model))
+    tokens = _in_retained_tokens(model, _encoded(model, segments), job, partition)
     _check_length(model, tokens)
     reply_format = _format(model)
     special = model.engine.vocabulary.special_tokens
@@ -162,8 +166,8 @@ def _format(model: HostedModel) -> ToolFormat:
     return model.fact("format", lambda: detect_format(_template(model).source, vocabulary.special_tokens))
 
 
-def _rendered(model: HostedModel, job: ChatJob) -> tuple[list[int], str]:
-    """The prompt's tokens, and its text."""
+def _rendered(model: HostedModel, job: ChatJob) -> list[Segment]:
+    """The prompt as text."""
     template, vocabulary = _template(model), model.engine.vocabulary
     reply_format = _format(model)
     _check_variables(template.source, reply_format, job.variables)
@@ -172,10 +176,11 @@ def _rendered(model: HostedModel, job: ChatJob) -> tuple[list[int], str]:
     except InputError as error:
         raise HttpProblem(400, "invalid_value", str(error), "messages") from None
     segments = template.render_segments(messages, vocabulary.special_tokens, **variables, **job.variables)
-    if job.opening:
-        segments = [*segments, Segment(job.opening, False)]
-    tokens = [int(token) for token in vocabulary.encode_segments(segments, add_special=True)]
-    return tokens, "".join(text for text, _ in segments)
+    return [*segments, Segment(job.opening, False)] if job.opening else segments
+
+
+def _encoded(model: HostedModel, segments: list[Segment]) -> list[int]:
+    return [int(token) for token in model.engine.vocabulary.encode_segments(segments, add_special=True)]
 
 
 def _check_variables(source: str, reply_format: ToolFormat, variables: Mapping[str, Any]) -> None:
@@ -249,7 +254,12 @@ def _check_biases(model: HostedModel, sampler: SamplerConfig) -> None:
             )
 
 
+def _limit(model: HostedModel) -> int:
+    """The most tokens that a prompt may ever have."""
+    return int(min(model.engine.executor.max_positions, model.runtime.session_limit))
+
+
 def _check_length(model: HostedModel, tokens: list[int]) -> None:
-    limit = model.engine.executor.max_positions
+    limit = _limit(model)
     if len(tokens) > limit:
         raise ContextLengthError(len(tokens), limit)

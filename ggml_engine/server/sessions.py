@@ -1,7 +1,8 @@
 """/v1/sessions: the named sessions of a caller, forked, rewound, saved, loaded and closed.
 
 What one key names, another cannot see. Saved sessions lie in directories of their key and model below the option
-`session_directory`, and take no more than `session_quota` bytes together.
+`session_directory`, and take no more than `session_quota` bytes together. What waits for an engine or a disk does so on
+threads for that alone (`session_workers`): neither it nor the loading of a model waits for the other.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ggml_engine.control.saved_names import SUFFIX, names_in, path_of
+from ggml_engine.server.bodies import read_json
 from ggml_engine.server.errors import HttpProblem
-from ggml_engine.server.guard import read_json
 from ggml_engine.server.hosting import HostedModel, gib
 from ggml_engine.server.validation import RequestModel, validated
 
@@ -84,7 +85,7 @@ async def list_sessions(request: Request) -> Response:
             found = [_shown(model, info) for info in model.runtime.sessions(partition)]
     saved = []
     if request.state.options.session_directory is not None:
-        saved = await host.in_thread(lambda: names_in(_directory(request, name)))
+        saved = await request.state.session_workers.call(lambda: names_in(_directory(request, name)))
     return JSONResponse({"object": "list", "data": found, "saved": saved})
 
 
@@ -94,7 +95,7 @@ async def fork(request: Request) -> Response:
     body = validated(Fork, await read_json(request))
     new = checked_name(body.name)
     async with request.state.host.use(body.model) as model:
-        info = await request.state.host.in_thread(
+        info = await request.state.session_workers.call(
             lambda: model.runtime.fork(request.state.partition, source, new, body.at, timeout=_WAIT_S)
         )
     return JSONResponse(_shown(model, info))
@@ -105,7 +106,7 @@ async def rewind(request: Request) -> Response:
     name = checked_name(request.path_params["name"])
     body = validated(Rewind, await read_json(request))
     async with request.state.host.use(body.model) as model:
-        info = await request.state.host.in_thread(
+        info = await request.state.session_workers.call(
             lambda: model.runtime.rewind(request.state.partition, name, body.to, timeout=_WAIT_S)
         )
     return JSONResponse(_shown(model, info))
@@ -120,7 +121,7 @@ async def save(request: Request) -> Response:
         directory = _directory(request, model.name)
         path = path_of(directory, file)  # before anything is measured
         async with request.state.saving:  # so that two cannot both find room for one
-            await request.state.host.in_thread(lambda: _save(request, model, name, directory, file, path))
+            await request.state.session_workers.call(lambda: _save(request, model, name, directory, file, path))
     return JSONResponse({"id": name, "object": "session.saved", "file": file, "model": model.name})
 
 
@@ -147,7 +148,7 @@ async def load(request: Request) -> Response:
     async with request.state.host.use(body.model) as model:
         directory = _directory(request, model.name)
         path_of(directory, file)
-        info = await request.state.host.in_thread(
+        info = await request.state.session_workers.call(
             lambda: model.runtime.load(request.state.partition, name, directory, file, timeout=_WAIT_S)
         )
     return JSONResponse(_shown(model, info))
@@ -160,7 +161,7 @@ async def delete(request: Request) -> Response:
         if request.query_params.get("saved") == "true":
             path = path_of(_directory(request, model.name), name)
             try:
-                await request.state.host.in_thread(path.unlink)
+                await request.state.session_workers.call(path.unlink)
             except FileNotFoundError:
                 raise HttpProblem(404, "saved_state_missing", f"nothing is saved as {name!r}") from None
         else:

@@ -48,6 +48,7 @@ SOURCES: dict[str, tuple[Any, str, list[str]]] = {
     "session_quota": (5000, "5000", ["--session-quota", "5000"]),
     "max_choices": (3, "3", ["--max-choices", "3"]),
     "max_body_bytes": (1 << 20, '"1M"', ["--max-body-bytes", "1048576"]),
+    "max_bodies_bytes": (1 << 24, '"16M"', ["--max-bodies-bytes", "16 MiB"]),
     "max_connections": (7, "7", ["--max-connections", "7"]),
     **{
         name: (1.5, "1.5", ["--" + name.replace("_", "-"), "1.5"])
