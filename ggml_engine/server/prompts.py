@@ -118,6 +118,8 @@ def _chat(model: HostedModel, job: ChatJob, partition: str) -> Prepared:
         except InputError as error:
             raise HttpProblem(400, "invalid_value", f"tools: {error}", "tools") from None
         sampler = replace(sampler, grammar=grammar)
+    elif may_call:
+        sampler = _held_once_it_calls(model, job, reply_format, prompt_end)
     shown = reply_format.shown_tokens(special) if may_call else _shown_reasoning(reply_format, special)
     ends = frozenset(special[text] for text in reply_format.end_texts if may_call and text in special)
     config = _config(model, job, sampler, shown, ends)
@@ -126,6 +128,17 @@ def _chat(model: HostedModel, job: ChatJob, partition: str) -> Prepared:
         return reply_format.parser(job.tools if may_call else None, prompt_end=prompt_end)
 
     return Prepared((PreparedPrompt(tokens),), job.n, config, new_parser, job.parallel_tool_calls)
+
+
+def _held_once_it_calls(model: HostedModel, job: ChatJob, reply_format: ToolFormat, prompt_end: str) -> SamplerConfig:
+    """A sampler that is free until the model begins a call, and lets it write nothing but a call from there on."""
+    try:
+        grammar = reply_format.lazy_grammar(job.tools, parallel=job.parallel_tool_calls, prompt_end=prompt_end)
+        sampler = replace(job.sampler, grammar=grammar)
+        model.runtime.runner.text.sampler(sampler).close()
+    except (InputError, OptionError):  # too many tools, or too large ones: what the model writes is read all the same
+        return job.sampler
+    return sampler
 
 
 def _shown_reasoning(reply_format: ToolFormat, special: Mapping[str, int]) -> frozenset[int]:
@@ -181,7 +194,7 @@ def _config(
 ) -> GenConfig:
     if sampler.json_schema is not None:
         sampler = replace(sampler, grammar=_grammar_of(sampler.json_schema, job.schema_field), json_schema=None)
-    elif sampler.grammar is not None:
+    elif isinstance(sampler.grammar, str):
         _check_grammar(model, sampler)
     return GenConfig(
         max_tokens=job.max_tokens,

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from fake_text import FakeText
 from starlette.applications import Starlette
 
 from ggml_engine.chat.template import METADATA_KEY, ChatTemplate
@@ -141,6 +142,7 @@ class FakeRuntime:
         self.cached = 0
         self.error: Exception | None = None
         self.replies: list[FakeReply] = []
+        self.runner = SimpleNamespace(text=FakeText(0))
         self.session_limit = 2000
 
     def submit(self, request: ServingRequest, listener: Any) -> FakeReply:

@@ -12,6 +12,7 @@ from dialect_fakes import FakeReply, FakeServer, fake_server, run, stream_data
 from ggml_engine.control.generation import Reason, Update
 from ggml_engine.control.logprobs import TokenLogprobs
 from ggml_engine.errors import EngineError, InputError, QueueFullError
+from ggml_engine.ggml.lazy_grammar import LazyGrammar
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
@@ -86,6 +87,25 @@ class TestWhatReachesTheRuntime:
                 found = await server.chat(n=3)
                 assert (found.status_code, found.json()["error"]["param"]) == (400, "n")
                 assert not server.runtime.replies
+
+        run(test())
+
+    def test_a_choice_among_tools_is_held_to_a_call_at_once_or_once_it_has_begun_one(self) -> None:
+        async def test() -> None:
+            async with fake_server() as server:
+                await server.chat(tools=[TOOL], tool_choice="required")
+                assert isinstance(server.request.config.sampler.grammar, str)
+                await server.chat(tools=[TOOL])
+                lazy = server.request.config.sampler.grammar
+                assert isinstance(lazy, LazyGrammar)
+                assert [trigger.words for trigger in lazy.triggers] == [("<tool_call>",)]
+                await server.chat(tools=[TOOL], tool_choice="none")
+                assert server.request.config.sampler.grammar is None
+                # one that no grammar can be made of leaves the model free, where it may choose
+                server.runtime.runner.text.sampler_error = InputError("over 512 ways to go on at one place")
+                found = await server.chat(tools=[TOOL])
+                assert found.status_code == 200
+                assert server.request.config.sampler.grammar is None
 
         run(test())
 
