@@ -20,7 +20,7 @@ _WITH_LEAST: Final = {_NUMBERS[TensorType.Q4_1], _NUMBERS[TensorType.Q5_1]}
 _FEWEST_TOKENS: Final = {
     "avx2": {TensorType.Q4_1: 2, TensorType.Q5_1: 2},
     "avxvnni": {TensorType.Q4_1: 2, TensorType.Q5_1: 2, TensorType.Q5_0: 4, TensorType.Q8_0: 4},
-    "avx512": {TensorType.Q4_1: 2, TensorType.Q5_1: 2, TensorType.Q5_0: 2, TensorType.Q8_0: 2},
+    "avx512": {TensorType.Q4_1: 1, TensorType.Q5_1: 1, TensorType.Q5_0: 2, TensorType.Q8_0: 2},
 }
 
 
