@@ -276,6 +276,7 @@ class ModelHost:
 
     async def close(self, timeout: float = CLOSE_S) -> bool:
         """End everything; False when something still runs after `timeout` seconds."""
+        until = time.monotonic() + timeout
         self._is_closed = True
         tasks: set[asyncio.Future[Any]] = set()
         for slot in self._slots.values():
@@ -290,9 +291,9 @@ class ModelHost:
         for slot in self._slots.values():
             model, slot.model = slot.model, None
             if model is not None:
-                closings.append(asyncio.create_task(self._close(slot, model, timeout)))
+                closings.append(asyncio.create_task(self._close(slot, model, max(0.0, until - time.monotonic()))))
         if closings:
-            await asyncio.wait(closings, timeout=timeout)
+            await asyncio.wait(closings, timeout=max(0.0, until - time.monotonic()))
         is_whole = all(task.done() for task in tasks) and all(task.done() and task.result() for task in closings)
         self._threads.shutdown(wait=False)
         return is_whole
