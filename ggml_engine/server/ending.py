@@ -21,7 +21,7 @@ class TimeLeft:
 
 
 class WorkThreads(ThreadPoolExecutor):
-    """An event loop's threads. The end of the loop waits for nothing that they still do: `is_busy` says whether they do."""
+    """An event loop's threads, which its end does not wait for. `is_busy` says whether one still works."""
 
     def __init__(self) -> None:
         super().__init__(thread_name_prefix="ggml-engine-work")

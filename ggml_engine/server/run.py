@@ -32,7 +32,7 @@ from ggml_engine.server.transport import Acceptor, ConnectionLimits, Room, Serve
 
 INTERRUPTED: Final = 130
 _END_S: Final = 4.2  # all of the end, whatever hangs; the rest of five seconds is for a busy machine
-# how much of what is left a step of the end may take; what it leaves is there for the next ones, and then for the models
+# how much of what is left a step of the end may take; the models get the rest
 _STREAMS_PART: Final = 0.2
 _REQUESTS_PART: Final = 0.25
 _ANSWERS_PART: Final = 0.25

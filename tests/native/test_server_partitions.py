@@ -99,9 +99,7 @@ def test_what_is_saved_stays_within_the_quota_of_all_keys_together(model: Path, 
     def begin(client: httpx.Client, name: str) -> int:
         body = body_of(DIALECTS[0], text, session_id=name)
         counts(DIALECTS[0], client.post(DIALECTS[0], json=body))
-        (position,) = (
-            each["position"] for each in client.get("/v1/sessions").json()["data"] if each["id"] == name
-        )
+        (position,) = (each["position"] for each in client.get("/v1/sessions").json()["data"] if each["id"] == name)
         return int(position)
 
     def save(client: httpx.Client, name: str) -> httpx.Response:

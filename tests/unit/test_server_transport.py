@@ -332,7 +332,13 @@ def test_the_end_takes_less_than_five_seconds_whatever_hangs(
             loader.gate.clear()
             late = json.dumps({"model": "late", "input": "x"}).encode()
             unread = json.dumps({"put": ["x" * 180_000]}).encode()
-            for data in (post("/busy"), post("/stubborn"), post("/hold"), post("/stream"), post("/v1/embeddings", late)):
+            for data in (
+                post("/busy"),
+                post("/stubborn"),
+                post("/hold"),
+                post("/stream"),
+                post("/v1/embeddings", late),
+            ):
                 stack.enter_context(server.connect()).sendall(data)
             stack.enter_context(server.connect(rcvbuf=4096)).sendall(post("/stream", unread))
             lifecycle = server.server._lifecycle
