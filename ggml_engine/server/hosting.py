@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from starlette.requests import Request
 
+from ggml_engine.control.machine_memory import give_back
 from ggml_engine.errors import CancelledError, EngineError, OptionError
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.logs import log, log_bug
@@ -247,7 +248,9 @@ class ModelHost:
         if model is not None:
             log.info("unloading the model %s", slot.name)
             slot.closing = asyncio.create_task(self._close(slot, model))
+            del model
             await asyncio.shield(slot.closing)
+            await self.in_thread(give_back)
 
     async def _close(self, slot: _Slot, model: HostedModel, timeout: float = CLOSE_S) -> bool:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,6 +31,14 @@ class Lifetimes:
     """Who was made and freed: engines, executors, pools of K/V and weights."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        begin = Engine.__init__
+
+        def init(engine: Engine, *args: Any, **named: Any) -> None:
+            begin(engine, *args, **named)
+            self.engines.add(engine)
+
+        monkeypatch.setattr(Engine, "__init__", init)
         self.made: dict[str, int] = {}
         self.freed: dict[str, int] = {}
         for kind, end in ((GgmlExecutor, "close_all"), (Model, "free"), (GgmlKvPool, "free")):
@@ -125,6 +134,7 @@ def test_models_take_turns_in_a_budget_that_holds_one(serving: Serving, expected
         assert serving.text(name) == expected[name]
         assert serving.states() == {name: "loaded", other: "unloaded"}
         alive = serving.lifetimes.alive()
+        assert len(serving.lifetimes.engines) == 1  # others are not even garbage
         assert alive["Model"] == alive["GgmlExecutor"] == alive["GgmlKvPool"] == 1, alive
     assert serving.host.n_loads == 7
     assert serving.lifetimes.made["Model"] == 7
