@@ -1,7 +1,7 @@
 """Joint products, where the package was built with them: several weights times the same few activations at once.
 
 Knows the C side's parameters (native/joint_products.h) and ggml's functions of a tensor type, which do the work row by
-row as in ggml's own products. Without the extension built, or with a ggml whose CPU part lies elsewhere,
+row as in ggml's own products, where panels do not (panels.py). Without the extension built, or with a ggml whose CPU part lies elsewhere,
 `find_joint_kernel` finds nothing, and every product is an operation of its own.
 """
 
@@ -14,14 +14,15 @@ from functools import lru_cache
 from typing import Any
 
 from ggml_engine.ggml.library import Libraries, ffi
+from ggml_engine.ggml.panels import Panels
 from ggml_engine.ggml.tensor_types import TensorType
 
 MOST_WEIGHTS = 4
 
-_PARAMS = struct.Struct("@f6i4i4q4P4P")  # struct joint_products_params
-_LINE = 16  # JOINT_LINE
+_PARAMS = struct.Struct("@f9i4i4i4i4q4q4P4PP")  # struct joint_products_params
 
-# Each thread packs the activations for itself: of more tokens that costs more than waiting.
+# Up to so many each thread packs the activations for itself: of more tokens that costs more than waiting. Row by row
+# more are not multiplied: ggml goes by blocks of rows and tokens.
 _MOST_TOKENS = 4
 
 # From two tokens on ggml multiplies these by tiles of both, which sum in another order (llamafile/sgemm.cpp).
@@ -46,22 +47,25 @@ class _Dot:
 class JointKernel:
     """An operation for `ggml_custom_4d`, and what its parameters are."""
 
-    def __init__(self, libraries: Libraries, address: int) -> None:
+    def __init__(self, libraries: Libraries, address: int, panels: Panels | None = None) -> None:
         self.operation = ffi.cast("ggml_custom_op_t", address)
         self._libraries = libraries
+        self._panels = panels
         self._dots: dict[TensorType, _Dot | None] = {}
+        self._agree: dict[TensorType, bool] = {}
 
     def takes(self, weight: TensorType, n_tokens: int) -> bool:
         """Whether a weight of this type times so many tokens comes out as in ggml's own product, bit for bit."""
+        if self._panel(weight, n_tokens):
+            return True
         if n_tokens > _MOST_TOKENS or (n_tokens > 1 and weight in _TILED_TYPES):
             return False
         dot = self._dot(weight)
         return dot is not None and (n_tokens == 1 or dot.n_rows == 1)
 
-    @staticmethod
-    def takes_some(n_tokens: int) -> bool:
-        """Whether there are types that it takes with so many tokens."""
-        return n_tokens <= _MOST_TOKENS
+    def takes_some(self, n_tokens: int) -> bool:
+        """Whether there may be types that it takes with so many tokens."""
+        return n_tokens <= _MOST_TOKENS or self._panels is not None
 
     def params(
         self,
@@ -78,23 +82,40 @@ class JointKernel:
         `eps` is that of the norm before it, None for none. At most `n_threads` work at once.
         """
         dots = [dot for weight in weights if (dot := self._dot(weight)) is not None]
-        kinds: list[int] = []
+        panels = [self._panel(weight, n_tokens) for weight in weights]
+        forms: list[tuple[int, int]] = []  # ggml's kind of activations, and the panels that it is spread for
+        of_weight = []
         packs: list[int] = []
-        for dot in dots:
-            if dot.kind != TensorType.F32 and dot.kind not in kinds:
-                kinds.append(dot.kind)
+        for dot, panel in zip(dots, panels, strict=True):
+            form = (dot.kind, self._panels.spread(panel) if self._panels is not None and panel else 0)
+            if dot.kind != TensorType.F32 and form not in forms:
+                forms.append(form)
                 packs.append(dot.pack)
-        forms = [kinds.index(dot.kind) if dot.kind in kinds else -1 for dot in dots]
-        sizes = [int(self._libraries.base.ggml_row_size(kind, n_dims)) for kind in kinds]
+            of_weight.append(forms.index(form) if form in forms else -1)
+        packed_bytes = [int(self._libraries.base.ggml_row_size(kind, n_dims)) for kind, _ in forms]
+        form_bytes = [
+            self._panels.row_bytes(spread, n_dims) if self._panels is not None and spread else n_bytes
+            for (_, spread), n_bytes in zip(forms, packed_bytes, strict=True)
+        ]
         packed = _PARAMS.pack(
-            0.0 if eps is None else eps, len(dots), eps is not None, adds, n_threads, 0, 0,
-            *_filled(forms, -1), *_filled(sizes, 0), *_filled(packs, 0), *_filled([dot.function for dot in dots], 0),
+            0.0 if eps is None else eps, len(dots), eps is not None, adds, n_threads, n_tokens > _MOST_TOKENS, 0, 0, 0, 0,
+            *_filled(of_weight, -1), *_filled(panels, 0), *_filled([spread for _, spread in forms], 0),
+            *_filled(form_bytes, 0), *_filled(packed_bytes, 0), *_filled(packs, 0),
+            *_filled([dot.function for dot in dots], 0), 0 if self._panels is None else self._panels.address,
         )  # fmt: skip
         memory = ffi.new("char[]", _PARAMS.size)
         ffi.memmove(memory, packed, _PARAMS.size)
-        slice_floats = _whole_lines(n_dims * n_tokens) if eps is not None else 0
-        slice_floats += sum(_whole_lines(size * n_tokens // 4 + 1) for size in sizes)
-        return memory, n_threads * slice_floats + _LINE
+        return memory, _native().joint_scratch(packed, n_dims, n_tokens)
+
+    def _panel(self, weight: TensorType, n_tokens: int) -> int:
+        """The number of the panels that it is multiplied by, 0 for none."""
+        number = 0 if self._panels is None else self._panels.number(weight, n_tokens)
+        if not number or self._panels is None:
+            return 0
+        if weight not in self._agree:
+            dot = self._dot(weight)
+            self._agree[weight] = dot is not None and self._panels.agree(weight, dot.function, dot.pack)
+        return number if self._agree[weight] else 0
 
     def _dot(self, weight: TensorType) -> _Dot | None:
         if weight not in self._dots:
@@ -117,7 +138,7 @@ class JointKernel:
 def find_joint_kernel(libraries: Libraries) -> JointKernel | None:
     """The operation over the open libraries, or None."""
     try:
-        from ggml_engine.native import _kernels as native  # noqa: PLC0415  # absent where nothing was built
+        native = _native()
     except ImportError:
         return None
     found = native.joint_products()
@@ -126,15 +147,17 @@ def find_joint_kernel(libraries: Libraries) -> JointKernel | None:
     # by way of the library that was loaded with it: opened by its own name it might come a second time
     if getattr(libraries.registry, "ggml_get_type_traits_cpu", None) is None:
         return None
-    return JointKernel(libraries, found[2])
+    return JointKernel(libraries, found[2], Panels.find())
+
+
+def _native() -> Any:
+    from ggml_engine.native import _kernels  # noqa: PLC0415  # absent where nothing was built
+
+    return _kernels
 
 
 def _filled(values: Sequence[int], rest: int) -> list[int]:
     return [*values, *[rest] * (MOST_WEIGHTS - len(values))]
-
-
-def _whole_lines(n_floats: int) -> int:
-    return -(-n_floats // _LINE) * _LINE
 
 
 def _address(function: Any) -> int:

@@ -50,7 +50,7 @@ class ModelGraph:
     rows_apart: bool = False  # a token's bits must not depend on what the others are
     ends_at_norm: bool = False  # the result is what the output weight would be multiplied with
     adapted: AdaptedProducts | None = None
-    joint: JointProducts | None = None  # in steps of few tokens
+    joint: JointProducts | None = None
 
     def weight(self, name: str) -> Tensor:
         """A required tensor; `name` without ".weight"."""

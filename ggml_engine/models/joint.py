@@ -1,7 +1,8 @@
 """Which products of a graph are computed together, as one operation (ggml/ops/joint.py).
 
 In a step of few tokens an operation is short, and ggml's threads wait for each other after each. So products of one x
-are one, the norm of x and the sum that follows go with them, all as ggml would round them. Owns what was built of a
+are one, the norm of x and the sum that follows go with them, all as ggml would round them. In steps of many tokens
+those go this way that are multiplied by panels. Owns what was built of a
 graph's norms and products so far: a norm whose result is taken along is reached by nothing, and is not computed.
 """
 

@@ -1,5 +1,5 @@
-/* The module of Python that everything compiled comes in: the attention that suits this processor and joint products, as
-   addresses for ggml, and the search for the best logits, as a function of Python's. */
+/* The module of Python that everything compiled comes in: as addresses for ggml the attention that suits this processor,
+   joint products, and the panels that these multiply by; as a function of Python's the search for the best logits. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -9,6 +9,7 @@
 #include "best_logits.h"
 #include "cell_attention.h"
 #include "joint_products.h"
+#include "panel_products.h"
 
 static const struct cell_kernel * choose(void) {
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -60,6 +61,60 @@ static PyObject * joint(PyObject * self, PyObject * args) {
                          (unsigned long long) (uintptr_t) joint_products);
 #else
     Py_RETURN_NONE;
+#endif
+}
+
+PyDoc_STRVAR(joint_scratch_doc, "joint_scratch(params, n_dims, n_tokens)\n--\n\n"
+                                "How many floats of scratch follow what an operation of these parameters writes.");
+
+static PyObject * joint_scratch(PyObject * self, PyObject * args) {
+    Py_buffer given;
+    Py_ssize_t n_dims, n_tokens;
+    struct joint_products_params params;
+    (void) self;
+    if (!PyArg_ParseTuple(args, "y*nn", &given, &n_dims, &n_tokens)) return NULL;
+    const int fits = given.len == (Py_ssize_t) sizeof(params) && n_dims > 0 && n_tokens > 0;
+    if (fits) memcpy(&params, given.buf, sizeof(params));
+    PyBuffer_Release(&given);
+    if (!fits || params.n_weights < 1 || params.n_weights > JOINT_MOST_WEIGHTS) {
+        PyErr_Format(PyExc_ValueError, "joint_scratch: %zd bytes of parameters, %zd dimensions, %zd tokens", given.len,
+                     n_dims, n_tokens);
+        return NULL;
+    }
+    return PyLong_FromSize_t(joint_scratch_floats(&params, (size_t) n_dims, (size_t) n_tokens));
+}
+
+PyDoc_STRVAR(panels_doc, "panel_products()\n--\n\n"
+                         "(name, address, bytes of 32 activations for types with a least value and for signed ones), or "
+                         "None without any for this processor.");
+
+static PyObject * panels(PyObject * self, PyObject * args) {
+    (void) self, (void) args;
+    const struct panel_kernel * found = panel_kernel_of_processor();
+    if (found == NULL) Py_RETURN_NONE;
+    return Py_BuildValue("(sKii)", found->name, (unsigned long long) (uintptr_t) found,
+                         (int) sizeof(struct panel_x_least), (int) sizeof(struct panel_x_signed));
+}
+
+PyDoc_STRVAR(agrees_doc, "panel_agrees(type, dot, pack)\n--\n\n"
+                         "Whether panels of a type multiply as ggml's functions at these addresses, to the bit.");
+
+static PyObject * agrees(PyObject * self, PyObject * args) {
+    int type;
+    unsigned long long dot, pack;
+    (void) self;
+    if (!PyArg_ParseTuple(args, "iKK", &type, &dot, &pack)) return NULL;
+    const struct panel_kernel * found = panel_kernel_of_processor();
+    if (type <= PANEL_NONE || type > PANEL_Q5_0 || dot == 0 || pack == 0) {
+        PyErr_Format(PyExc_ValueError, "panel_agrees: type %d of 1 to %d and two addresses", type, PANEL_Q5_0);
+        return NULL;
+    }
+    if (found == NULL || (panel_is_signed((enum panel_type) type) && !found->takes_signed)) Py_RETURN_FALSE;
+#if defined(__GNUC__)
+    return PyBool_FromLong(panel_agrees(found, (enum panel_type) type, (panel_dot) (uintptr_t) dot,
+                                        (panel_pack) (uintptr_t) pack));
+#else
+    Py_RETURN_FALSE;
 #endif
 }
 
@@ -121,6 +176,9 @@ static PyMethodDef methods[] = {
     {"cell_attention", attention, METH_NOARGS, attention_doc},
     {"scratch_floats", scratch_floats, METH_VARARGS, scratch_doc},
     {"joint_products", joint, METH_NOARGS, joint_doc},
+    {"joint_scratch", joint_scratch, METH_VARARGS, joint_scratch_doc},
+    {"panel_products", panels, METH_NOARGS, panels_doc},
+    {"panel_agrees", agrees, METH_VARARGS, agrees_doc},
     {"best_logits", (PyCFunction) (void (*)(void)) best, METH_FASTCALL, best_doc},
     {NULL, NULL, 0, NULL},
 };

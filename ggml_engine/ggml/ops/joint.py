@@ -1,4 +1,4 @@
-"""Several weights times the same few activations, as one operation."""
+"""Several weights times the same activations, as one operation."""
 
 from __future__ import annotations
 
