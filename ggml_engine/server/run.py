@@ -31,7 +31,7 @@ from ggml_engine.server.options import ServeOptions
 from ggml_engine.server.transport import Acceptor, ConnectionLimits, Room, ServerProtocol, raise_file_limit
 
 INTERRUPTED: Final = 130
-_END_S: Final = 4.2  # all of the end, whatever hangs; the rest of five seconds is for a busy machine
+_END_S: Final = 4.0  # all of the end, whatever hangs; the rest of five seconds is for a busy machine
 # how much of what is left a step of the end may take; the models get the rest
 _STREAMS_PART: Final = 0.2
 _REQUESTS_PART: Final = 0.25
