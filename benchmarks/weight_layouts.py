@@ -3,11 +3,12 @@
     python benchmarks/weight_layouts.py smollm2 gemma3-270m
 
 Graphs of nothing but these products: every matrix of the layers times activations of n columns, the output matrix
-left out, since of a prompt it sees one token. "file" is as they are loaded. The others are made of the file's values
-by ggml: f32 is the same values, what is quantised again is for its speed alone. Each lies rearranged where ggml has a
-form for it. The layouts take turns after a warm-up; printed are median milliseconds, the time of "file" over it turn by
-turn (above 1 is faster), and the spread of that. `--layers` bounds how many layers are multiplied (times are of
-those). Run it alone on the machine: ggml's threads spin.
+left out, since of a prompt it sees one token. "file" is as they are loaded, "panels" the same multiplied by the
+package's own panels where these take a type, as the engine does. The others are made of the file's values by ggml: f32
+is the same values, what is quantised again is for its speed alone. Each lies rearranged where ggml has a form for it.
+The layouts take turns after a warm-up; printed are median milliseconds, the time of "file" over it turn by turn (above
+1 is faster), and the spread of that. `--layers` bounds how many layers are multiplied (times are of those). Run it
+alone on the machine: ggml's threads spin.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from ggml_engine.ggml.backends import (
     supports_op,
 )
 from ggml_engine.ggml.gguf import GGUFFile
+from ggml_engine.ggml.joint_kernel import find_joint_kernel
 from ggml_engine.ggml.library import Libraries, ffi, load
 from ggml_engine.ggml.ops import GraphBuilder, Tensor, TensorContext
 from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.known_models import find_model
 from ggml_engine.models.sizes import layer_of
 
-LAYOUTS = ("file", "f16", "bf16", "f32", "q8_0", "q4_0", "iq4_nl")
+LAYOUTS = ("file", "panels", "f16", "bf16", "f32", "q8_0", "q4_0", "iq4_nl")
 TOKENS = (1, 2, 4, 8, 16, 32, 128, 512)
 Floats = npt.NDArray[np.float32]
 
@@ -99,8 +101,11 @@ def rearranging_type(libraries: Libraries, kind: TensorType, shape: tuple[int, .
 class Layout:
     """The matrices in one layout, and its graphs."""
 
-    def __init__(self, name: str, backend: Backend, file: GGUFFile, names: list[str], values: dict[str, Floats]):
+    def __init__(
+        self, name: str, backend: Backend, file: GGUFFile, names: list[str], values: dict[str, Floats], n_threads: int
+    ):
         libraries = backend.libraries
+        self.n_threads = n_threads
         self.name, self.backend, self.libraries = name, backend, libraries
         self.context = TensorContext(libraries, len(names))
         self.weights: list[Tensor] = []
@@ -108,12 +113,13 @@ class Layout:
         self.kinds: set[str] = set()
         for each in names:
             info = file.tensors[each]
-            kind = info.type if name == "file" else TensorType[name.upper()]
+            is_files = name in {"file", "panels"}
+            kind = info.type if is_files else TensorType[name.upper()]
             tensor = self.context.new_tensor(each, kind, *info.shape)
             buffer_type = rearranging_type(libraries, kind, info.shape) or backend.buffer_type
             self.kinds.add(f"{kind.name} in {buffer_type_name(libraries, buffer_type)}")
             self.buffers.append(allocate_tensors(libraries, buffer_type, [tensor]))
-            data = file.tensor_bytes(each) if name == "file" else encoded(libraries, values[each], kind)
+            data = file.tensor_bytes(each) if is_files else encoded(libraries, values[each], kind)
             set_data(libraries, tensor, data)
             self.weights.append(tensor)
 
@@ -125,8 +131,14 @@ class Layout:
         b = GraphBuilder(self.libraries, 2 * len(self.weights) + 16, len(self.weights))
         widths = sorted({weight.ne[0] for weight in self.weights})
         inputs = {width: b.input(f"x_{width}", TensorType.F32, width, n_tokens) for width in widths}
+        panels = find_joint_kernel(self.libraries) if self.name == "panels" else None
         for weight in self.weights:
-            b.expand(b.mul_mat(weight, inputs[weight.ne[0]]))
+            x = inputs[weight.ne[0]]
+            lies_as_in_file = bool(self.libraries.base.ggml_backend_buffer_is_host(weight.ptr.buffer))
+            if panels is not None and lies_as_in_file and panels.takes(weight.type, n_tokens):
+                b.expand(b.joint_products(panels, x, [weight], self.n_threads)[0])
+            else:
+                b.expand(b.mul_mat(weight, x))
         graph = Graph(b, [self.backend], f"products in {self.name}")
         rng = np.random.default_rng(0)
         for tensor in inputs.values():
@@ -171,7 +183,7 @@ def main() -> None:
             if len(info.shape) == 2 and (layer := layer_of(name)) is not None and layer < options.layers
         ]
         values = {name: dequantised(libraries, backend, file, name) for name in names}
-        layouts = [Layout(name, backend, file, names, values) for name in options.layouts.split(",")]
+        layouts = [Layout(name, backend, file, names, values, options.threads) for name in options.layouts.split(",")]
         for layout in layouts:
             where = {"model": model, "layout": layout.name, "MiB": round(layout.n_bytes / 2**20, 1)}
             print(json.dumps({**where, "kinds": sorted(layout.kinds)}))

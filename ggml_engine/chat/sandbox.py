@@ -12,7 +12,7 @@ from datetime import datetime
 from types import BuiltinMethodType, MethodType
 from typing import Any, cast
 
-from jinja2 import Template, TemplateError, nodes, pass_context
+from jinja2 import Template, TemplateError, meta, nodes, pass_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.lexer import Token, TokenStream
@@ -31,6 +31,7 @@ from .vocabulary import FILTERS, TESTS
 
 FILENAME = "<chat template>"
 _MAX_MACRO_DEPTH = 50
+_ASKS_FOR_A_VALUE = frozenset({"defined", "undefined", "default", "d"})
 
 
 class TemplateRaisedError(TemplateError):
@@ -171,6 +172,20 @@ class Sandbox(ImmutableSandboxedEnvironment):
         raise SecurityError(f"the method {name!r} of a {_kind(owner)} cannot be called")
 
     # --- compiling
+
+    def variables_of(self, source: str) -> frozenset[str]:
+        """The names that a template takes from outside; `source` has been compiled before.
+
+        One that it sets itself is one of them where it asks whether there is a value.
+        """
+        tree = self.parse(source)
+        own = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
+        asked = {
+            question.node.name
+            for question in tree.find_all((nodes.Test, nodes.Filter))
+            if question.name in _ASKS_FOR_A_VALUE and isinstance(question.node, nodes.Name)
+        }
+        return frozenset(meta.find_undeclared_variables(tree)) - self.globals.keys() - (own - asked)
 
     def compile_template(self, source: str) -> Template:
         """The template of `source`; a hostile source provokes nearly any exception here."""

@@ -50,6 +50,7 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._compiled: tuple[Sandbox, Template] | None = None
         self._fault: str | None = None
+        self._variables: frozenset[str] | None = None
 
     @classmethod
     def from_metadata(
@@ -99,6 +100,21 @@ class ChatTemplate:
         """Compiles the template now; raises ChatTemplateError when it cannot be used."""
         with self._lock:
             self._compile()
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The names that the template reads and that rendering may be given, `messages` and such among them.
+
+        Raises ChatTemplateError when the template cannot be used.
+        """
+        with self._lock:
+            if self._variables is None:
+                environment, _ = self._compile()
+                try:
+                    self._variables = environment.variables_of(self.source)
+                except Exception as error:
+                    raise ChatTemplateError(_explained(error, None)) from error
+            return self._variables
 
     def _render(
         self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool, variables: Mapping[str, object]

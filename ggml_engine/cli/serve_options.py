@@ -26,6 +26,7 @@ SERVING: Final = "Sessions and prefixes"
 _Row = tuple[str, str, str, str | None]
 SERVER_HELP: Final[dict[str, _Row]] = {
     "models": (MODELS, "NAME=PATH", "A further model, loaded when it is asked for; may be repeated.", None),
+    "any_model": (MODELS, "", "Requests that name a model that there is not get the first one.", None),
     "memory_budget": (
         MODELS,
         "BYTES",
@@ -48,6 +49,12 @@ SERVER_HELP: Final[dict[str, _Row]] = {
     "session_quota": (SERVER, "BYTES", "What all saved sessions may take.", None),
     "max_choices": (LIMITS, "N", "Most answers (n) to one request.", None),
     "max_body_bytes": (LIMITS, "BYTES", "Longest body of a request.", None),
+    "max_bodies_bytes": (
+        LIMITS,
+        "BYTES",
+        "What the bodies of all running requests may take; one more is answered with 503.",
+        "eight of --max-body-bytes",
+    ),
     "max_connections": (LIMITS, "N", "Connections at once; more wait to be accepted.", None),
     "header_timeout_s": (LIMITS, "S", "Time for the headers of a request.", None),
     "body_timeout_s": (LIMITS, "S", "Time for the body of a request.", None),
@@ -77,13 +84,13 @@ SERVING_HELP: Final[dict[str, _Row]] = {
     ),
     "max_sessions": (SERVING, "N", "Named sessions that are kept.", None),
     "max_requests": (SERVING, "N", "Requests that compute at once.", None),
-    "max_queue": (SERVING, "N", "Requests that wait; one more is answered with 429.", None),
+    "max_queue": (SERVING, "N", "Requests that wait; one more is answered with 429 where its key has its share.", None),
     "max_session_tokens": (SERVING, "N", "Longest session.", "all that fits"),
     "session_idle_s": (SERVING, "S", "Close a named session that nobody used for so long.", None),
 }
 SERVE_HELP: Final = {**SERVER_HELP, **SERVING_HELP}
 _TEXTS: Final = frozenset({"host", "api_key_env", "api_key_file", "allowed_hosts", "session_directory", "models"})
-_BYTES: Final = frozenset({"memory_budget", "session_quota", "max_body_bytes"})
+_BYTES: Final = frozenset({"memory_budget", "session_quota", "max_body_bytes", "max_bodies_bytes"})
 DEFAULTS: Final[dict[str, Any]] = {
     field.name: field.default
     for options in (ServerOptions, ServingOptions)

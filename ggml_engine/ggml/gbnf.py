@@ -10,11 +10,14 @@ Not bounded: grammars so ambiguous (`[a-z]* [a-z]* [a-z]*`...) that parse states
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from ggml_engine.errors import InputError
+from ggml_engine.ggml.gbnf_ambiguity import Element, Terminal, refuse_ambiguity
 
 MAX_TEXT_CHARS: Final = 262_144
 MAX_DEPTH: Final = 128
@@ -44,8 +47,9 @@ class Checked:
 
 @dataclass(slots=True)
 class _Rule:
-    # alternatives; an element is the name of a rule, or None for something that takes a character or a token
-    alternatives: list[list[str | None]] = field(default_factory=list)
+    # alternatives; an element is the name of a rule, or takes a character or a token
+    alternatives: list[list[Element]] = field(default_factory=list)
+    span: int = 0  # of a repetition with an end, how often at most
     copies: int = 1  # how often its elements may follow each other, where libllama writes that out
 
 
@@ -67,6 +71,12 @@ def check_grammar(text: str, root: str = "root") -> Checked:
     empty = _may_be_empty(parser.rules)
     component = _refuse_left_recursion(parser.rules, empty)
     _refuse_width(parser.rules, empty, component)
+    refuse_ambiguity(
+        {name: rule.alternatives for name, rule in parser.rules.items()},
+        {name: rule.span for name, rule in parser.rules.items() if rule.span > 1},
+        _recursive(parser.rules),
+        empty,
+    )
     return Checked(tuple(parser.token_ids), tuple(parser.token_texts))
 
 
@@ -123,7 +133,7 @@ class _Parser:
                 self.take(_LINE_END, "the end of the line")
             self.skip(lines=True)
 
-    def alternatives(self, *, is_nested: bool) -> list[list[str | None]]:
+    def alternatives(self, *, is_nested: bool) -> list[list[Element]]:
         found = [self.sequence(is_nested=is_nested)]
         while self.peek() == "|":
             self.position += 1
@@ -131,9 +141,9 @@ class _Parser:
             found.append(self.sequence(is_nested=is_nested))
         return found
 
-    def sequence(self, *, is_nested: bool) -> list[str | None]:
-        elements: list[str | None] = []
-        item: list[str | None] = []
+    def sequence(self, *, is_nested: bool) -> list[Element]:
+        elements: list[Element] = []
+        item: list[Element] = []
         while True:
             c = self.peek()
             if c and c in "*+?{":
@@ -148,48 +158,61 @@ class _Parser:
                 item = found
             self.skip(lines=is_nested)
 
-    def item(self, c: str) -> list[str | None] | None:
+    def item(self, c: str) -> list[Element] | None:
         """One item of a sequence: an element for each character of a literal; None at the end of the sequence."""
         self.count(1)
+        found: list[Element] | None = None
         if c == '"':
             self.position += 1
-            return [None] * self.characters('"')
-        if c == "[":
-            self.position += 1
-            self.position += self.peek() == "^"
-            if not self.characters("]"):
-                raise self.error("a character class is empty")
+            found = [Terminal(((code, code),)) for code in self.characters('"')]
+        elif c == "[":
+            found = [self.character_class()]
         elif c == ".":
             self.position += 1
+            found = [_ANY]
         elif c in ("<", "!"):
-            self.token()
+            found = [self.token()]
         elif c == "(":
-            return [self.group()]
+            found = [self.group()]
         elif c and _NAME.match(c):
             reference = self.take(_NAME, "a name")[0]
             self.referenced.add(reference)
-            return [reference]
-        else:
-            return None
-        return [None]
+            found = [reference]
+        return found
 
-    def token(self) -> None:
+    def character_class(self) -> Terminal:
+        self.position += 1
+        is_negated = self.peek() == "^"
+        self.position += is_negated
+        begin = self.position
+        codes = self.characters("]")
+        if not codes:
+            raise self.error("a character class is empty")
+        ranges = _ranges(codes, self.text[begin : self.position - 1])
+        return Terminal(_others(ranges) if is_negated else ranges)
+
+    def token(self) -> Terminal:
         token = self.take(_TOKEN, "a <token>")
         if token[1] is not None:
             self.token_ids.append(int(token[1]))
         else:
             self.token_texts.append(token[0].removeprefix("!"))
+        code = _FIRST_TOKEN + zlib.crc32(token[0].removeprefix("!").encode())
+        return Terminal(_others([(code, code)]) if token[0].startswith("!") else ((code, code),))
 
-    def characters(self, end: str) -> int:
-        n = 0
+    def characters(self, end: str) -> list[int]:
+        """The code points up to the end."""
+        codes = []
         while self.peek() != end:
             if not self.peek():
                 raise self.error(f"expected {end!r}, found the end")
-            self.take(_CHARACTER, 'a character or one of the escapes \\x \\u \\U \\t \\r \\n \\\\ \\" \\[ \\] \\-')
+            found = self.take(
+                _CHARACTER, 'a character or one of the escapes \\x \\u \\U \\t \\r \\n \\\\ \\" \\[ \\] \\-'
+            )
             self.count(1)
-            n += 1
+            codes.append(_code(found[0]))
         self.position += 1
-        return n
+        return codes
 
     def group(self) -> str:
         self.depth += 1
@@ -202,7 +225,7 @@ class _Parser:
         self.depth -= 1
         return made
 
-    def repeat(self, item: list[str | None]) -> list[str | None]:
+    def repeat(self, item: list[Element]) -> list[Element]:
         c = self.peek()
         self.position += 1
         least, most = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(c, (0, 0))
@@ -216,19 +239,21 @@ class _Parser:
                 raise self.error(f"repetitions {bounds[0][:-1]!r} are not in order, or over {MAX_REPETITIONS}")
         self.count(len(item) * max(least, most or 0))
         result = item * min(least, 1)
-        if least > 1 and item[0] is not None:
+        if least > 1 and isinstance(item[0], str):
             made = self.new_rule([item])
             self.rules[made].copies = least
             result = [made]
         if most is None or most > least:
             made = self.new_rule([])
             # as libllama writes S*: S' ::= S S' or nothing; that a bounded one ends changes nothing here
-            self.rules[made].alternatives = [[*item, made], []]
-            self.rules[made].copies = 1 if most is None or item[0] is None else most - least
+            is_once = most is not None and most - least == 1
+            self.rules[made].alternatives = [list(item) if is_once else [*item, made], []]
+            self.rules[made].copies = most - least if most is not None and isinstance(item[0], str) else 1
+            self.rules[made].span = most - least if most is not None else 0
             result = [*result, made]
         return result
 
-    def new_rule(self, alternatives: list[list[str | None]]) -> str:
+    def new_rule(self, alternatives: list[list[Element]]) -> str:
         if len(self.rules) >= MAX_RULES:
             raise self.error(f"the grammar has over {MAX_RULES} rules, groups and repetitions")
         name = f"({len(self.rules)})"
@@ -236,6 +261,9 @@ class _Parser:
         return name
 
 
+_FIRST_TOKEN: Final = 0x110000
+_LAST: Final = _FIRST_TOKEN + 2**32
+_ANY: Final = Terminal(((0, _FIRST_TOKEN - 1),))
 _DEFINES: Final = re.compile("::=")
 _CLOSE: Final = re.compile(r"\)")
 _LINE_END: Final = re.compile(r"\r\n|\r|\n")
@@ -250,7 +278,7 @@ def _refuse_left_recursion(rules: dict[str, _Rule], empty: set[str]) -> dict[str
     for name, rule in rules.items():
         for elements in rule.alternatives:
             for i, element in enumerate(elements):
-                if element is None:
+                if not isinstance(element, str):
                     break
                 edges[name][element] = edges[name].get(element, False) or i + 1 < len(elements)
                 if element not in empty:
@@ -274,9 +302,11 @@ def _refuse_width(rules: dict[str, _Rule], empty: set[str], component: dict[str,
         for elements in rules[name].alternatives:
             width = n_optional = 0
             for element in reversed(elements):
-                own = 1 if element is None else first.get(element, 0)
+                own = first.get(element, 0) if isinstance(element, str) else 1
                 width = own + (width if element in empty else 0)
-                n_optional = n_optional + in_a_row.get(element or "", 0) if element in empty else 0
+                n_optional = (
+                    n_optional + in_a_row.get(element, 0) if isinstance(element, str) and element in empty else 0
+                )
                 if n_optional * copies > MAX_OPTIONAL:
                     raise InputError(f"the grammar has over {MAX_OPTIONAL} optional elements in a row")
                 if width > MAX_WIDTH:
@@ -296,8 +326,8 @@ def _may_be_empty(rules: dict[str, _Rule]) -> set[str]:
         for elements in rule.alternatives:
             if not elements:
                 todo.append(name)
-            elif None not in elements:
-                left = [element for element in elements if element is not None]
+            elif all(isinstance(element, str) for element in elements):
+                left = [element for element in elements if isinstance(element, str)]
                 for element in set(left):
                     waiting.setdefault(element, []).append((name, left))
     while todo:
@@ -307,6 +337,50 @@ def _may_be_empty(rules: dict[str, _Rule]) -> set[str]:
         empty.add(name)
         todo += [other for other, left in waiting.get(name, ()) if all(element in empty for element in left)]
     return empty
+
+
+def _recursive(rules: dict[str, _Rule]) -> set[str]:
+    """The rules that reach themselves."""
+    edges = {
+        name: {each: True for elements in rule.alternatives for each in elements if isinstance(each, str)}
+        for name, rule in rules.items()
+    }
+    component = _components(edges)
+    sizes = Counter(component.values())
+    return {name for name in rules if sizes[component[name]] > 1 or name in edges[name]}
+
+
+def _ranges(codes: list[int], text: str) -> tuple[tuple[int, int], ...]:
+    """The ranges of a class; a `-` between two characters stands for those between them, an escaped one for itself."""
+    dashes = [match[0] == "-" for match in _CHARACTER.finditer(text)]
+    found = []
+    at = 0
+    while at < len(codes):
+        if at + 2 < len(codes) and dashes[at + 1]:
+            found.append((codes[at], codes[at + 2]))
+            at += 3
+        else:
+            found.append((codes[at], codes[at]))
+            at += 1
+    return tuple(found)
+
+
+def _others(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """All code points that are in none of the ranges."""
+    found, at = [], 0
+    for low, high in sorted(ranges):
+        if at < low:
+            found.append((at, low - 1))
+        at = max(at, high + 1)
+    return (*found, (at, _LAST)) if at <= _LAST else tuple(found)
+
+
+def _code(character: str) -> int:
+    if character[0] != "\\" or len(character) == 1:
+        return ord(character)
+    if character[1] in "xuU":
+        return int(character[2:], 16)
+    return ord({"t": "\t", "r": "\r", "n": "\n"}.get(character[1], character[1]))
 
 
 def _components(edges: dict[str, dict[str, bool]]) -> dict[str, int]:

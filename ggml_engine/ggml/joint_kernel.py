@@ -1,8 +1,8 @@
 """Joint products, where the package was built with them: several weights times the same few activations at once.
 
 Knows the C side's parameters (native/joint_products.h) and ggml's functions of a tensor type, which do the work row by
-row as in ggml's own products, where panels do not (panels.py). Without the extension built, or with a ggml whose CPU part lies elsewhere,
-`find_joint_kernel` finds nothing, and every product is an operation of its own.
+row as in ggml's own products, where panels do not (panels.py). Without the extension built, or with a ggml whose CPU
+part lies elsewhere, `find_joint_kernel` finds nothing, and every product is an operation of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ _PARAMS = struct.Struct("@f9i4i4i4i4q4q4P4PP")  # struct joint_products_params
 # Up to so many each thread packs the activations for itself: of more tokens that costs more than waiting. Row by row
 # more are not multiplied: ggml goes by blocks of rows and tokens.
 _MOST_TOKENS = 4
+
+_MOST_PACKED = 256  # parameters that are kept: a few for each number of tokens
 
 # From two tokens on ggml multiplies these by tiles of both, which sum in another order (llamafile/sgemm.cpp).
 _TILED_TYPES = frozenset(
@@ -53,6 +55,7 @@ class JointKernel:
         self._panels = panels
         self._dots: dict[TensorType, _Dot | None] = {}
         self._agree: dict[TensorType, bool] = {}
+        self._packed: dict[tuple[Any, ...], tuple[bytes, int]] = {}
 
     def takes(self, weight: TensorType, n_tokens: int) -> bool:
         """Whether a weight of this type times so many tokens comes out as in ggml's own product, bit for bit."""
@@ -81,6 +84,19 @@ class JointKernel:
 
         `eps` is that of the norm before it, None for none. At most `n_threads` work at once.
         """
+        key = (tuple(weights), n_dims, n_tokens, n_threads, eps, adds)
+        if key not in self._packed:  # a model's layers are alike
+            if len(self._packed) >= _MOST_PACKED:
+                self._packed.clear()
+            self._packed[key] = self._pack(*key)
+        packed, n_scratch = self._packed[key]
+        memory = ffi.new("char[]", _PARAMS.size)
+        ffi.memmove(memory, packed, _PARAMS.size)
+        return memory, n_scratch
+
+    def _pack(
+        self, weights: Sequence[TensorType], n_dims: int, n_tokens: int, n_threads: int, eps: float | None, adds: bool
+    ) -> tuple[bytes, int]:
         dots = [dot for weight in weights if (dot := self._dot(weight)) is not None]
         panels = [self._panel(weight, n_tokens) for weight in weights]
         forms: list[tuple[int, int]] = []  # ggml's kind of activations, and the panels that it is spread for
@@ -98,14 +114,12 @@ class JointKernel:
             for (_, spread), n_bytes in zip(forms, packed_bytes, strict=True)
         ]
         packed = _PARAMS.pack(
-            0.0 if eps is None else eps, len(dots), eps is not None, adds, n_threads, n_tokens > _MOST_TOKENS, 0, 0, 0, 0,
-            *_filled(of_weight, -1), *_filled(panels, 0), *_filled([spread for _, spread in forms], 0),
+            0.0 if eps is None else eps, len(dots), eps is not None, adds, n_threads, n_tokens > _MOST_TOKENS,
+            0, 0, 0, 0, *_filled(of_weight, -1), *_filled(panels, 0), *_filled([spread for _, spread in forms], 0),
             *_filled(form_bytes, 0), *_filled(packed_bytes, 0), *_filled(packs, 0),
             *_filled([dot.function for dot in dots], 0), 0 if self._panels is None else self._panels.address,
         )  # fmt: skip
-        memory = ffi.new("char[]", _PARAMS.size)
-        ffi.memmove(memory, packed, _PARAMS.size)
-        return memory, _native().joint_scratch(packed, n_dims, n_tokens)
+        return packed, _native().joint_scratch(packed, n_dims, n_tokens)
 
     def _panel(self, weight: TensorType, n_tokens: int) -> int:
         """The number of the panels that it is multiplied by, 0 for none."""

@@ -33,6 +33,7 @@ CHECKED_VERSIONS = {"0.25.3": "0.3.36"}
 _OBJECT_HEADER_BYTES = 32  # sizeof(struct ggml_object), which ggml_tensor_overhead() includes
 _LOG_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
 _LOG_CONTINUES = 5
+_LOG_DEBUG, _LOG_WARN = 1, 3
 
 log = logging.getLogger("ggml_engine.native")
 
@@ -230,6 +231,21 @@ def _silence_at_exit(libraries: Libraries) -> None:
     libraries.base.ggml_set_abort_callback(ffi.NULL)
 
 
+def _log_callback() -> Any:
+    """What the libraries' lines go to: `_on_log`, behind the compiled filter where there is one.
+
+    A line waits for Python's lock, which others hold while a model is loaded. The filter drops what the level of the
+    log hides now.
+    """
+    try:
+        from ggml_engine.native import _kernels as native  # noqa: PLC0415  # absent where nothing was built
+    except ImportError:
+        return _on_log
+    least = _LOG_DEBUG if log.isEnabledFor(logging.DEBUG) else _LOG_WARN
+    address = native.filter_log(least, int(ffi.cast("uintptr_t", _on_log)))
+    return _on_log if address is None else ffi.cast("ggml_log_callback", address)
+
+
 _lock = threading.Lock()
 _loaded: Libraries | None = None
 
@@ -237,13 +253,13 @@ _loaded: Libraries | None = None
 def load() -> Libraries:
     """The native libraries, opened at the first call; safe from any thread.
 
-    Raises LibraryError when they are missing or not a checked version, saying what to install.
+    Their log follows the level that `ggml_engine.native` has at the latest call. Raises LibraryError when they are missing or not a checked version, saying what to install.
     """
     global _loaded  # noqa: PLW0603  # one process has one set of libraries
     with _lock:
         if _loaded is None:
             libraries = _open(find_directory())
-            libraries.llama.llama_log_set(_on_log, ffi.NULL)  # sets ggml's, too
+            libraries.llama.llama_log_set(_log_callback(), ffi.NULL)  # sets ggml's, too
             libraries.base.ggml_set_abort_callback(_on_abort)
             if not libraries.registry.ggml_backend_dev_count():
                 # a build whose backends are separate files
@@ -251,6 +267,8 @@ def load() -> Libraries:
             amx.guard(libraries.base, libraries.registry)
             atexit.register(_silence_at_exit, libraries)
             _loaded = libraries
+        else:
+            _log_callback()
         return _loaded
 
 
@@ -258,4 +276,4 @@ def restore_log() -> None:
     """Take the native log back after something else took it, as importing `llama_cpp` does. Nothing before `load()`."""
     with _lock:
         if _loaded is not None:
-            _loaded.llama.llama_log_set(_on_log, ffi.NULL)
+            _loaded.llama.llama_log_set(_log_callback(), ffi.NULL)

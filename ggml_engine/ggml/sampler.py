@@ -6,7 +6,7 @@ chooses among them (`_chain`): over candidates where that comes to the same (`sa
 With a grammar, a token is first drawn freely and kept if the grammar allows it; only otherwise is the grammar put to
 all tokens and one drawn again. That is llama.cpp's way: without truncation it gives the same distribution as asking the
 grammar first (a refused draw is replaced by one from the allowed ones), and it spares a walk over 262,144 tokens at
-almost every step.
+almost every step. A grammar that holds from a trigger on changes nothing before it.
 
 Holds what it knows of the past (penalties, grammar, random numbers) for one sequence. One thread at a time.
 """
@@ -26,6 +26,7 @@ from ggml_engine.errors import ClosedError, ComputeError, InputError, NativeErro
 from ggml_engine.ggml.candidates import MAX_CANDIDATES, Candidates, RowNeed, best_of
 from ggml_engine.ggml.library import ffi, load
 from ggml_engine.ggml.sampler_config import MAX_SEED, SamplerConfig
+from ggml_engine.ggml.sampler_grammar import SamplerGrammar, make_grammar
 from ggml_engine.ggml.sampler_needs import need_of
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Sampler:
         self._n_history: Final = max(
             config.repeat_last_n if config.has_penalties else 0, config.dry_penalty_last_n if config.has_dry else 0
         )
-        self._grammar: Any = self._make_grammar()
+        self._grammar: SamplerGrammar | None = make_grammar(vocabulary, config)
         self._shaping: Any = self._make_shaping(biases)
         self._chain: Any = self._make_chain()
         self._is_closed = False
@@ -122,9 +123,10 @@ class Sampler:
             token = self._choose(candidates)
         if token is None:
             token = self._draw(self._checked(row()), is_free=True)
-        if self._grammar is None or self._allows(token):
-            return token
-        return self._draw(self._checked(row()), is_free=False)
+        # a whole grammar refuses at most once; one that waits for its trigger, one more token each time
+        while self._grammar is not None and not self._grammar.allows(token):
+            token = self._draw(self._checked(row()), is_free=False)
+        return token
 
     def accept(self, token: int) -> None:
         """Take a chosen token into the history. InputError for one that is none, or that the grammar forbids here."""
@@ -132,9 +134,9 @@ class Sampler:
         token = self.vocabulary.check_token(token)
         if self._grammar is not None:
             # libllama would end the process
-            if not self._allows(token):
+            if not self._grammar.allows(token):
                 raise InputError(f"token {token} ({self.vocabulary.text(token)!r}) does not fit the grammar here")
-            self._llama.llama_sampler_accept(self._grammar, token)
+            self._grammar.accept(token)
         if self._shaping is not None:  # what chooses has no history
             self._llama.llama_sampler_accept(self._shaping, token)
 
@@ -149,9 +151,11 @@ class Sampler:
     def reset(self) -> None:
         """Forget the history: grammar at its root, the same random numbers again."""
         self._check_open()
-        for part in (self._shaping, self._chain, self._grammar):
+        for part in (self._shaping, self._chain):
             if part is not None:
                 self._llama.llama_sampler_reset(part)
+        if self._grammar is not None:
+            self._grammar.reset()
 
     def clone(self) -> Sampler:
         """An independent sampler in the same state: both go on with the same random numbers."""
@@ -160,14 +164,16 @@ class Sampler:
         copy.__dict__.update(self.__dict__)
         copy._shaping = self._cloned(self._shaping)
         copy._chain = self._cloned(self._chain)
-        copy._grammar = self._cloned(self._grammar)
+        copy._grammar = None if self._grammar is None else self._grammar.clone()
         return copy
 
     def close(self) -> None:
         """Give the native memory back; may be called again. Other calls then raise ClosedError."""
-        for part in (self._shaping, self._chain, self._grammar):
+        for part in (self._shaping, self._chain):
             if part is not None:
                 ffi.release(part)
+        if self._grammar is not None:
+            self._grammar.close()
         self._shaping = self._chain = self._grammar = None
         self._is_closed = True
 
@@ -223,7 +229,7 @@ class Sampler:
             return int(logits.argmax())
         candidates, array = _scratch.fill(None, logits)
         if self._grammar is not None and not is_free:
-            self._llama.llama_sampler_apply(self._grammar, array)
+            self._grammar.forbid(candidates, array)
             if candidates["logit"].max() == -np.inf:
                 raise InputError("the grammar allows no token of this vocabulary here")
         if self._shaping is not None:
@@ -250,12 +256,6 @@ class Sampler:
             raise InputError(_NOTHING_LEFT)
         return int(chosen.id)
 
-    def _allows(self, token: int) -> bool:
-        one = ffi.new("llama_token_data *", (token, 1.0, 0.0))
-        array = ffi.new("llama_token_data_array *", {"data": one, "size": 1, "selected": -1, "sorted": False})
-        self._llama.llama_sampler_apply(self._grammar, array)
-        return bool(one.logit != -math.inf)
-
     # ---- making ----
 
     def _check_open(self) -> None:
@@ -269,29 +269,6 @@ class Sampler:
         if part == ffi.NULL:
             raise NativeError("libllama made no sampler")
         return ffi.gc(part, self._llama.llama_sampler_free)
-
-    def _make_grammar(self) -> Any:
-        text = self.config.grammar
-        if self.config.json_schema is not None:
-            from ggml_engine.ggml.json_schema import schema_to_grammar  # noqa: PLC0415  # few texts follow a schema
-
-            text = schema_to_grammar(self.config.json_schema)
-        if text is None:
-            return None
-        from ggml_engine.ggml.gbnf import check_grammar  # noqa: PLC0415  # few texts follow a grammar
-
-        checked = check_grammar(text)
-        if checked.token_ids:
-            self.vocabulary.check_tokens(checked.token_ids)
-        for token in checked.token_texts:
-            if len(self.vocabulary.encode(token, add_special=False, parse_special=True)) != 1:
-                raise InputError(f"the grammar names {token!r}, which is not one token of this vocabulary")
-        made = self._llama.llama_sampler_init_grammar(self.vocabulary.native, text.encode(), b"root")
-        if made == ffi.NULL:
-            raise InputError(
-                "libllama refuses the grammar: its repetitions are too many, or a rule may begin with itself"
-            )
-        return self._owned(made)
 
     def _make_shaping(self, biases: dict[int, float]) -> Any:
         """What changes logits and has a history; None where nothing does."""

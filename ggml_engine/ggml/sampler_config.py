@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ggml_engine.errors import OptionError
+from ggml_engine.ggml.lazy_grammar import LazyGrammar
 
 __all__ = ["SamplerConfig"]
 
@@ -62,7 +63,8 @@ class SamplerConfig:
 
     `temperature` 0 is greedy: the likeliest token after bias, penalties and DRY; nothing random runs.
     `logit_bias` adds to a token's logit; minus infinity forbids it. `seed` None draws one (`Sampler.seed` has it).
-    `grammar` is GBNF text whose rule `root` the output follows; `json_schema` a schema, as text or as a dict.
+    `grammar` is GBNF text whose rule `root` the output follows, or a `LazyGrammar`, which holds from a trigger on;
+    `json_schema` a schema, as text or as a dict.
     """
 
     temperature: float = 0.8
@@ -89,7 +91,7 @@ class SamplerConfig:
     dynatemp_exponent: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
-    grammar: str | None = None
+    grammar: str | LazyGrammar | None = None
     json_schema: str | dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -106,8 +108,8 @@ class SamplerConfig:
             raise OptionError(f"seed must be None or an integer from 0 to {MAX_SEED}, not {self.seed!r}")
         self._check_breakers()
         self._check_biases()
-        if self.grammar is not None and not isinstance(self.grammar, str):
-            raise OptionError(f"grammar must be GBNF text or None, not {type(self.grammar).__name__}")
+        if self.grammar is not None and not isinstance(self.grammar, (str, LazyGrammar)):
+            raise OptionError(f"grammar must be GBNF text, a LazyGrammar or None, not {type(self.grammar).__name__}")
         if self.json_schema is not None and not isinstance(self.json_schema, (str, dict)):
             raise OptionError(f"json_schema must be text, a dict or None, not {type(self.json_schema).__name__}")
         if self.grammar is not None and self.json_schema is not None:

@@ -51,6 +51,7 @@ _LONG_RUN: Final = re.compile(rf"\w{{{_RUN_CHARS}}}|[^\w\s]{{{_RUN_CHARS}}}|\s{{
 _LAST_BREAK: Final = re.compile(r".*[^\w\s](?=\w)", re.DOTALL)
 
 _STRIPS_RIGHT: Final = 1 << 8  # LLAMA_TOKEN_ATTR_RSTRIP
+_STRIPS: Final = _STRIPS_RIGHT | 1 << 7  # LLAMA_TOKEN_ATTR_LSTRIP
 _C_SPACES: Final = " \t\n\v\f\r"
 
 
@@ -124,6 +125,17 @@ class Vocabulary:
         kinds = np.isin(self._types, (CONTROL, USER_DEFINED))
         tokens = sorted({*np.flatnonzero(kinds).tolist(), *self.end_tokens} - self._pieces.keys())
         return {self.text(token): token for token in tokens}
+
+    @property
+    def literal_texts(self) -> tuple[str, ...]:
+        """Texts that are tokens as they stand, before all else: control, user-defined and unknown ones."""
+        return tuple(self._special_patterns[True][1])
+
+    @cached_property
+    def strips_spaces(self) -> bool:
+        """Whether white space beside some token gets lost."""
+        ids = self._special_patterns[True][1].values()
+        return any(self._llama.llama_vocab_get_attr(self.native, token) & _STRIPS for token in ids)
 
     def check_tokens(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.int32]:
         """`ids` as i32 [n]; InputError unless all are integers in 0 to n_tokens - 1 (a bool or a float is none)."""

@@ -256,7 +256,7 @@ class _Reader:
                 return bytes([int(text[3:5], 16)])
             if tokenizer != "gpt2":
                 return text.replace("▁".encode(), b" ")
-            return b"".join(_BYTE_OF.get(c) or c.encode() for c in text.decode("utf-8", "replace"))
+            return b"".join(BYTE_OF.get(c) or c.encode() for c in text.decode("utf-8", "replace"))
         return b""
 
     def missing_bytes(self, known: set[bytes]) -> list[bytes]:
@@ -397,4 +397,4 @@ def _byte_alphabet() -> dict[str, bytes]:
     return letters
 
 
-_BYTE_OF: Final = _byte_alphabet()
+BYTE_OF: Final = _byte_alphabet()

@@ -1,5 +1,6 @@
 /* The module of Python that everything compiled comes in: as addresses for ggml the attention that suits this processor,
-   joint products, and the panels that these multiply by; as a function of Python's the search for the best logits. */
+   joint products, and the panels that these multiply by; as functions of Python's the search for the best logits
+   and the filter of the libraries' log. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -9,6 +10,7 @@
 #include "best_logits.h"
 #include "cell_attention.h"
 #include "joint_products.h"
+#include "log_filter.h"
 #include "panel_products.h"
 
 static const struct cell_kernel * choose(void) {
@@ -64,7 +66,7 @@ static PyObject * joint(PyObject * self, PyObject * args) {
 #endif
 }
 
-PyDoc_STRVAR(joint_scratch_doc, "joint_scratch(params, n_dims, n_tokens)\n--\n\n"
+PyDoc_STRVAR(joint_scratch_doc, "joint_scratch(params, n_dims, n_tokens, /)\n--\n\n"
                                 "How many floats of scratch follow what an operation of these parameters writes.");
 
 static PyObject * joint_scratch(PyObject * self, PyObject * args) {
@@ -96,8 +98,8 @@ static PyObject * panels(PyObject * self, PyObject * args) {
                          (int) sizeof(struct panel_x_least), (int) sizeof(struct panel_x_signed));
 }
 
-PyDoc_STRVAR(agrees_doc, "panel_agrees(type, dot, pack)\n--\n\n"
-                         "Whether panels of a type multiply as ggml's functions at these addresses, to the bit.");
+PyDoc_STRVAR(agrees_doc, "panel_agrees(number, dot, pack, /)\n--\n\n"
+                         "Whether panels of the type of this number multiply as ggml's functions at these addresses, to the bit.");
 
 static PyObject * agrees(PyObject * self, PyObject * args) {
     int type;
@@ -115,6 +117,23 @@ static PyObject * agrees(PyObject * self, PyObject * args) {
                                         (panel_pack) (uintptr_t) pack));
 #else
     Py_RETURN_FALSE;
+#endif
+}
+
+PyDoc_STRVAR(filter_doc, "filter_log(least, callback, /)\n--\n\n"
+                         "Lets lines of ggml's level `least` and above go on to the callback at this address; the address of "
+                         "the callback that does, or None where no compiler made it.");
+
+static PyObject * filter_log(PyObject * self, PyObject * args) {
+    int least;
+    unsigned long long callback;
+    (void) self;
+    if (!PyArg_ParseTuple(args, "iK", &least, &callback)) return NULL;
+#if defined(__GNUC__)
+    log_filter_set(least, (log_callback) (uintptr_t) callback);
+    return PyLong_FromUnsignedLongLong((unsigned long long) (uintptr_t) log_filter);
+#else
+    Py_RETURN_NONE;
 #endif
 }
 
@@ -179,6 +198,7 @@ static PyMethodDef methods[] = {
     {"joint_scratch", joint_scratch, METH_VARARGS, joint_scratch_doc},
     {"panel_products", panels, METH_NOARGS, panels_doc},
     {"panel_agrees", agrees, METH_VARARGS, agrees_doc},
+    {"filter_log", filter_log, METH_VARARGS, filter_doc},
     {"best_logits", (PyCFunction) (void (*)(void)) best, METH_FASTCALL, best_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -16,9 +16,10 @@ from starlette.routing import Route
 
 from ggml_engine.errors import OptionError
 from ggml_engine.server import basics, dialects, embeddings, sessions, tokens
+from ggml_engine.server.bodies import Bodies
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.guard import Guard, GuardRules
-from ggml_engine.server.hosting import Loader, ModelHost
+from ggml_engine.server.hosting import LOAD_ERRORS, Loader, ModelHost
 from ggml_engine.server.hosts import HostRule, is_loopback
 from ggml_engine.server.keys import ApiKeys, load_keys
 from ggml_engine.server.lifecycle import Lifecycle
@@ -26,7 +27,9 @@ from ggml_engine.server.loader import EngineLoader, budget_of
 from ggml_engine.server.logs import log
 from ggml_engine.server.metrics import Metrics, metrics
 from ggml_engine.server.options import ServeOptions, ServerOptions
+from ggml_engine.server.workers import Workers
 
+_SESSION_THREADS: Final = 4  # forks, rewinds, saves and loads of sessions at once
 ROUTES: Final[tuple[Route, ...]] = (
     Route("/health", basics.health, methods=["GET"]),
     Route("/metrics", metrics, methods=["GET"]),
@@ -35,6 +38,8 @@ ROUTES: Final[tuple[Route, ...]] = (
     Route("/tokenize", tokens.tokenize, methods=["POST"]),
     Route("/detokenize", tokens.detokenize, methods=["POST"]),
     Route("/v1/embeddings", embeddings.embeddings, methods=["POST"]),
+    Route("/models", basics.models, methods=["GET"]),  # without /v1: as llama.cpp's clients ask
+    Route("/embeddings", embeddings.embeddings, methods=["POST"]),
     *sessions.routes(),
 )
 
@@ -57,7 +62,7 @@ def create_app(
 ) -> Starlette:
     """The application of a server. `loader` and `routes` replace what loads models and what is served, for tests.
 
-    The first model is loaded when it starts; where that fails, `on_failed_start` is told. Raises OptionError.
+    The first model is loaded when it starts; where it cannot be, `on_failed_start` is told. Raises OptionError.
     """
     server = options.server
     keys = load_keys(server.api_key_env, server.api_key_file)
@@ -65,15 +70,18 @@ def create_app(
     budget = budget_of(options)
     lifecycle = Lifecycle()
     state: dict[str, Any] = {"options": server, "lifecycle": lifecycle, "since": time.time()}
-    rules = GuardRules(
-        keys,
-        HostRule(server.host, server.allowed_hosts, has_keys=bool(keys)),
-        server.max_body_bytes,
-        server.body_timeout_s,
+    bodies = Bodies(server.max_body_bytes, server.bodies_bytes, server.body_timeout_s)
+    rules = GuardRules(keys, HostRule(server.host, server.allowed_hosts, has_keys=bool(keys)), bodies)
+    host = ModelHost(
+        server.models,
+        loader or EngineLoader(options, budget),
+        budget=budget,
+        idle_s=server.model_idle_s,
+        any_model=server.any_model,
     )
-    host = ModelHost(server.models, loader or EngineLoader(options, budget), budget=budget, idle_s=server.model_idle_s)
     state["host"] = host
     state["saving"] = asyncio.Lock()
+    state["session_workers"] = session_workers = Workers(_SESSION_THREADS, "ggml-engine-sessions")
     state["metrics"] = measured = Metrics(host, lifecycle)
     state["started"] = started = asyncio.Event()
 
@@ -83,8 +91,9 @@ def create_app(
                 started.set()
         except HttpProblem as problem:
             log.error("the first model cannot be loaded: %s", problem.message)
-            if on_failed_start is not None:
-                on_failed_start(problem.__cause__ or problem)
+            cause = problem.__cause__ or problem
+            if on_failed_start is not None and isinstance(cause, (HttpProblem, *LOAD_ERRORS)):
+                on_failed_start(cause)  # after anything else the next request tries again
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -97,6 +106,7 @@ def create_app(
             for task in tasks:
                 with suppress(asyncio.CancelledError):
                     await task
+            session_workers.close()
 
     app = Starlette(
         routes=[*ROUTES, *dialects.routes()] if routes is None else list(routes),
@@ -108,6 +118,8 @@ def create_app(
     app.state.host = host
     app.state.lifecycle = lifecycle
     app.state.started = started
+    app.state.bodies = bodies
+    app.state.session_workers = session_workers
     return app
 
 

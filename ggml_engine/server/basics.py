@@ -8,14 +8,16 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.hosting import ModelHost
 
 
 async def health(request: Request) -> Response:
-    """200 `{"status": "ok"}`; 503 while the first model is loaded. Waits for nothing."""
-    if request.state.started.is_set():
+    """200 `{"status": "ok"}`; 503 until a model was loaded, with the reason where that failed. Waits for nothing."""
+    host: ModelHost = request.state.host
+    if request.state.started.is_set() or host.n_loads:
         return JSONResponse({"status": "ok"})
+    if host.failure is not None and not host.is_loading(host.default):
+        return JSONResponse({"status": "error", "error": host.failure.message}, 503)
     return JSONResponse({"status": "loading model"}, 503, headers={"Retry-After": "1"})
 
 
@@ -30,10 +32,7 @@ async def models(request: Request) -> Response:
 
 async def model(request: Request) -> Response:
     """One of them."""
-    name = request.path_params["name"]
-    if name not in request.state.host.names:
-        raise HttpProblem(404, "model_not_found", f"there is no model {name!r:.140}", "model")
-    return JSONResponse(_entry(request, name))
+    return JSONResponse(_entry(request, request.state.host.named(request.path_params["name"])))
 
 
 def _entry(request: Request, name: str) -> dict[str, Any]:

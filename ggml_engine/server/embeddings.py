@@ -12,9 +12,10 @@ from starlette.responses import JSONResponse, Response
 
 from ggml_engine.control.embedding import Embedding
 from ggml_engine.models.pooling import choose_pooling
+from ggml_engine.server.bodies import read_json
 from ggml_engine.server.errors import HttpProblem
-from ggml_engine.server.guard import read_json
 from ggml_engine.server.hosting import HostedModel
+from ggml_engine.server.prompt_bytes import check_bytes
 from ggml_engine.server.validation import RequestModel, validated
 
 MAX_TEXTS: Final = 2048
@@ -62,6 +63,9 @@ def _are_tokens(part: object) -> bool:
 
 def _encoded(model: HostedModel, inputs: list[str | list[int]]) -> list[Any]:
     vocabulary = model.engine.vocabulary
+    for number, text in enumerate(inputs):
+        if isinstance(text, str):
+            check_bytes(model, text, model.engine.executor.max_positions, f"text {number}")
     return [
         vocabulary.encode(text, add_special=True, parse_special=False)
         if isinstance(text, str)

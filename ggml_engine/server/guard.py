@@ -1,8 +1,8 @@
-"""What stands before every endpoint: who may ask, what a request may look like, its body, and its end.
+"""What stands before every endpoint: who may ask, what a request may look like, and its end.
 
 `Guard` refuses by default: a route needs the key because nothing says that it does not. It owns the order of the
-checks, the reading of bodies (`read_json` gives what they hold), and that a client which leaves cancels its request, in
-every state of it. Does not know: what an endpoint does, and the limits of lines and headers (`transport`).
+checks, and that a client which leaves cancels its request, in every state of it. Does not know: how a body is read
+(`bodies`), what an endpoint does, and the limits of lines and headers (`transport`).
 """
 
 from __future__ import annotations
@@ -14,28 +14,23 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ggml_engine.server.bodies import Bodies, BodyReader
 from ggml_engine.server.errors import CLIENT_GONE, HttpProblem, dialect_of, problem_of, render
 from ggml_engine.server.hosts import HostRule
 from ggml_engine.server.keys import ApiKeys, presented_key
 from ggml_engine.server.lifecycle import Lifecycle
 from ggml_engine.server.logs import log_bug, log_request
 from ggml_engine.server.routing import route_of
-from ggml_engine.server.strict_json import parse_object
-from ggml_engine.server.timeouts import timeout
 
 OPEN_PATHS: Final = frozenset({"/health"})  # everything else needs the key, where there are keys
 _WITH_BODY: Final = frozenset({"POST", "PUT", "PATCH"})
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
-_LARGE_BODY: Final = 1 << 18  # is parsed beside the event loop
-_DISCARDED_BYTES: Final = 1 << 26  # of a body that is too large: read so far that a client sees the answer
-_DISCARDING_S: Final = 2.0
 
 OnRequest = Callable[[str, str, int, float], None]
 
@@ -46,16 +41,7 @@ class GuardRules:
 
     keys: ApiKeys
     hosts: HostRule
-    max_body_bytes: int
-    body_timeout_s: float
-
-
-async def read_json(request: Request) -> dict[str, Any]:
-    """The JSON object of a request's body. Raises HttpProblem 400 for what is none (see `strict_json`)."""
-    body = await request.body()
-    if len(body) < _LARGE_BODY:
-        return parse_object(body)
-    return await asyncio.to_thread(parse_object, body)
+    bodies: Bodies
 
 
 class Guard:
@@ -101,7 +87,7 @@ class _Exchange:
         self._status = 0
         self._headers = Headers(scope=scope)
         self._request_id = f"req_{secrets.token_hex(12)}"
-        self._is_read = False  # whether the body has come to its end
+        self._body = BodyReader(guard._rules.bodies, self._headers, receive)
 
     async def run(self) -> None:
         begun = time.monotonic()
@@ -118,7 +104,8 @@ class _Exchange:
             partition = self._admit()
             held = self._hold_id(partition)
             try:
-                await self._watched(partition, await self._read_body())
+                with self._guard._rules.bodies.holding(partition) as body:
+                    await self._watched(partition, await self._body.read(body))
             finally:
                 self._guard._running_ids.discard(held)
         except Exception as error:
@@ -173,55 +160,6 @@ class _Exchange:
         held = (partition, self._request_id)
         self._guard._running_ids.add(held)
         return held
-
-    # ---- the body
-
-    async def _read_body(self) -> bytes:
-        """The whole body. Raises HttpProblem 413 for too long a one, 408 for one that does not come, 499."""
-        most = self._guard._rules.max_body_bytes
-        length = self._headers.get("content-length", "0")
-        if not length.isascii() or not length.isdigit() or int(length) > most:
-            raise self._too_large()
-        parts: list[bytes] = []
-        n_bytes = 0
-        try:
-            async with timeout(self._guard._rules.body_timeout_s):
-                while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise HttpProblem(CLIENT_GONE, "client_gone", "the client left before its body was there")
-                    parts.append(message.get("body", b""))
-                    n_bytes += len(parts[-1])
-                    if n_bytes > most:
-                        break
-                    if not message.get("more_body", False):
-                        self._is_read = True
-                        return b"".join(parts)
-        except asyncio.TimeoutError:
-            raise HttpProblem(
-                408,
-                "body_timeout",
-                f"the body did not come within {self._guard._rules.body_timeout_s:g} seconds",
-            ) from None
-        raise self._too_large()
-
-    def _too_large(self) -> HttpProblem:
-        most = self._guard._rules.max_body_bytes
-        return HttpProblem(413, "body_too_large", f"a body has at most {most} bytes here")
-
-    async def _discard(self) -> None:
-        """Read on for a while: a client that is still writing when the connection closes would see no answer."""
-        if "expect" in self._headers or not ({"content-length", "transfer-encoding"} & set(self._headers)):
-            return
-        n_bytes = 0
-        with suppress(asyncio.TimeoutError):
-            async with timeout(_DISCARDING_S):
-                while n_bytes < _DISCARDED_BYTES:
-                    message = await self._receive()
-                    n_bytes += len(message.get("body", b""))
-                    if not message.get("more_body", False):
-                        self._is_read = True
-                        return
 
     # ---- the endpoint
 
@@ -289,10 +227,10 @@ class _Exchange:
             if abort is not None:
                 abort()
             return
-        if not self._is_read:
+        if not self._body.is_read:
             if problem.code != "body_timeout":
-                await self._discard()
-            if not self._is_read and {"content-length", "transfer-encoding"} & set(self._headers):
+                await self._body.discard()
+            if not self._body.is_read and self._body.is_announced:
                 problem.headers["Connection"] = "close"
         await render(problem, self._scope["path"])(self._scope, self._receive, self._sending)
 

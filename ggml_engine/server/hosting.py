@@ -11,7 +11,6 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar
@@ -22,9 +21,12 @@ from ggml_engine.control.machine_memory import give_back
 from ggml_engine.errors import CancelledError, EngineError, OptionError
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.logs import log, log_bug
+from ggml_engine.server.workers import Workers
 
 CLOSE_S: Final = 2.0  # for one model to end its work
+LOAD_ERRORS: Final = (EngineError, OSError, MemoryError)  # that a loader is known to raise
 _RETRY_S: Final = 5.0
+_MAX_NAMED: Final = 8  # models in a message
 
 Result = TypeVar("Result")
 
@@ -100,7 +102,10 @@ class _Slot:
 
 
 class ModelHost:
-    """See the module. `budget` None is no bound; `idle_s` None keeps models until another needs their room."""
+    """See the module. `budget` None is no bound; `idle_s` None keeps models until another needs their room.
+
+    With `any_model` the default model answers to every name that is no other's. `failure` is why the last load failed.
+    """
 
     def __init__(
         self,
@@ -109,17 +114,20 @@ class ModelHost:
         *,
         budget: int | None = None,
         idle_s: float | None = None,
+        any_model: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._slots = {name: _Slot(name, path) for name, path in models}
         self._loader = loader
         self._budget = budget
         self._idle_s = idle_s
+        self._any_model = any_model
         self._clock = clock
         self._admission = asyncio.Lock()
-        self._threads = ThreadPoolExecutor(len(self._slots) + 2, "ggml-engine-models")
+        self._threads = Workers(len(self._slots) + 2, "ggml-engine-models")
         self._is_closed = False
         self.n_loads = 0
+        self.failure: HttpProblem | None = None
 
     @property
     def names(self) -> list[str]:
@@ -130,6 +138,16 @@ class ModelHost:
     def default(self) -> str:
         """The model of a request that names none."""
         return next(iter(self._slots))
+
+    def named(self, name: str | None) -> str:
+        """The model that a request's name stands for. Raises HttpProblem 404."""
+        if name is None or (self._any_model and name not in self._slots):
+            return self.default
+        if name not in self._slots:
+            there = ", ".join(self.names[:_MAX_NAMED]) + (", ..." if len(self._slots) > _MAX_NAMED else "")
+            why = f"there is no model {name!r:.140}, only {there}; the server's option any_model has the first of them"
+            raise HttpProblem(404, "model_not_found", f"{why} answer to every name", "model")
+        return name
 
     def loaded(self) -> list[HostedModel]:
         """Those that are loaded now."""
@@ -155,11 +173,7 @@ class ModelHost:
     @asynccontextmanager
     async def use(self, name: str | None = None) -> AsyncIterator[HostedModel]:
         """The model of a name, loaded where it is not, and kept while the block runs. Raises HttpProblem."""
-        slot = self._slots.get(self.default if name is None else name)
-        if slot is None:
-            raise HttpProblem(
-                404, "model_not_found", f"there is no model {name!r:.140}; /v1/models lists those there are", "model"
-            )
+        slot = self._slots[self.named(name)]
         slot.n_users += 1
         try:
             yield await self._ready(slot)
@@ -190,8 +204,11 @@ class ModelHost:
             await self._admit(slot)
             try:
                 log.info("loading the model %s", slot.name)
-                slot.model = await self.in_thread(lambda: self._loader.load(slot.name, slot.path, slot.cancel.is_set))
+                slot.model = await self._threads.call(
+                    lambda: self._loader.load(slot.name, slot.path, slot.cancel.is_set)
+                )
                 self.n_loads += 1
+                self.failure = None
                 slot.last_used = self._clock()
             except BaseException:
                 slot.n_bytes = 0
@@ -200,18 +217,23 @@ class ModelHost:
             raise HttpProblem(
                 503, "load_cancelled", "the loading of the model was cancelled", retry_after_s=1
             ) from error
-        except HttpProblem:
+        except HttpProblem as problem:
+            self.failure = problem
             raise
-        except (EngineError, OSError, MemoryError) as error:
+        except LOAD_ERRORS as error:
             log.error("the model %s cannot be loaded: %s", slot.name, error)
-            raise HttpProblem(
-                500, "model_load_failed", f"the model {slot.name!r} could not be loaded; the server's log says why"
-            ) from error
+            raise self._failed(slot, "") from error
         except Exception as error:
             log_bug(error, f"the loading of {slot.name} failed")
-            raise
+            raise self._failed(slot, f" ({type(error).__name__})") from error
         finally:
             slot.loading = None
+
+    def _failed(self, slot: _Slot, why: str) -> HttpProblem:
+        """What callers are told: an error's own message names files of this machine."""
+        told = f"the model {slot.name!r} could not be loaded{why}; the server's log says why"
+        self.failure = HttpProblem(500, "model_load_failed", told)
+        return self.failure
 
     async def _admit(self, slot: _Slot) -> None:
         """Reserve what the model may take, unloading idle ones, least recently used first. Raises HttpProblem."""
@@ -220,7 +242,7 @@ class ModelHost:
                 await asyncio.wait({slot.closing})
             if self._budget is None:
                 return
-            size = await self.in_thread(lambda: self._loader.measure(slot.path))
+            size = await self._threads.call(lambda: self._loader.measure(slot.path))
             if size.total > self._budget:
                 raise HttpProblem(
                     400,
@@ -250,11 +272,11 @@ class ModelHost:
             slot.closing = asyncio.create_task(self._close(slot, model))
             del model
             await asyncio.shield(slot.closing)
-            await self.in_thread(give_back)
+            await self._threads.call(give_back)
 
     async def _close(self, slot: _Slot, model: HostedModel, timeout: float = CLOSE_S) -> bool:
         try:
-            return await self.in_thread(lambda: model.close(timeout))
+            return await self._threads.call(lambda: model.close(timeout))
         finally:
             slot.n_bytes = 0
             slot.closing = None
@@ -298,12 +320,8 @@ class ModelHost:
         if closings:
             await asyncio.wait(closings, timeout=max(0.0, until - time.monotonic()))
         is_whole = all(task.done() for task in tasks) and all(task.done() and task.result() for task in closings)
-        self._threads.shutdown(wait=False)
+        self._threads.close()
         return is_whole
-
-    async def in_thread(self, function: Callable[[], Result]) -> Result:
-        """Call a function that may take long."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
 
 async def use_model(request: Request, name: str | None = None) -> HostedModel:

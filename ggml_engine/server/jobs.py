@@ -50,8 +50,9 @@ class ChatJob(GenerationJob):
 
     `messages` have a `role` (system, user, assistant, tool), a text as `content`, and where they are there
     `tool_calls`, `tool_call_id`, `name`, `reasoning_content`, as OpenAI's API has them. `tools` are its function tools.
-    `variables` reach the chat template by their names. `opening` is text that the answer begins with: it is given,
-    not generated.
+    `variables` reach the chat template by their names, and are refused where it does not read them; `hints` are left
+    out there. `opening` is text that the answer begins with: it is given, not generated. `shows_progress` asks a stream
+    for how far the prompt is read.
     """
 
     messages: tuple[Message, ...]
@@ -59,7 +60,9 @@ class ChatJob(GenerationJob):
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True
     variables: Mapping[str, Any] = field(default_factory=dict)
+    hints: Mapping[str, Any] = field(default_factory=dict)
     opening: str = ""
+    shows_progress: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,12 +30,15 @@ class ServerOptions:
     """How a server listens, what it takes from strangers, and which models it has.
 
     `models` are pairs of a name and a path, or what `find_model` knows; the first is loaded at once, and answers where
-    a request names none. A key comes from the environment variable `api_key_env` or the lines of `api_key_file`.
-    Sizes are in bytes and may be text ("8G"); times are in seconds. `memory_budget` bounds what all loaded models may
-    take: None is no bound for one model, and nine tenths of the free memory for several. Raises OptionError.
+    a request names none, and with `any_model` where it names one that there is not. A key comes from the environment
+    variable `api_key_env` or the lines of `api_key_file`. Sizes are in bytes and may be text ("8G"); times are in
+    seconds. `memory_budget` bounds what all loaded models may take: None is no bound for one model, and nine tenths of
+    the free memory for several. `max_bodies_bytes` bounds the bodies of all requests that run (None: eight of
+    `max_body_bytes`). Raises OptionError.
     """
 
     models: tuple[tuple[str, str], ...] = ()
+    any_model: bool = False
     host: str = "127.0.0.1"
     port: int = 8080
     api_key_env: str | None = DEFAULT_API_KEY_ENV
@@ -48,6 +51,7 @@ class ServerOptions:
     session_quota: int = 1 << 30
     max_choices: int = 8
     max_body_bytes: int = 8 << 20
+    max_bodies_bytes: int | None = None
     max_connections: int = 2048
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
@@ -56,7 +60,7 @@ class ServerOptions:
     shutdown_grace_s: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("memory_budget", "session_quota", "max_body_bytes"):
+        for name in ("memory_budget", "session_quota", "max_body_bytes", "max_bodies_bytes"):
             object.__setattr__(self, name, n_bytes_of(name, getattr(self, name)))
         object.__setattr__(self, "models", named_models(self.models))
         object.__setattr__(self, "allowed_hosts", _texts("allowed_hosts", self.allowed_hosts))
@@ -66,10 +70,22 @@ class ServerOptions:
             _check_integer(name, getattr(self, name), low, high)
         for name, low_s, high_s in _SECONDS:
             _check_seconds(name, getattr(self, name), low_s, high_s, optional=name == "model_idle_s")
-        if not isinstance(self.public_without_key, bool):
-            raise OptionError(f"public_without_key is true or false, is {self.public_without_key!r}")
+        for name in ("any_model", "public_without_key"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name} is true or false, is {getattr(self, name)!r}")
+        if self.max_bodies_bytes is not None and self.max_bodies_bytes < self.max_body_bytes:
+            raise OptionError(
+                f"max_bodies_bytes={self.max_bodies_bytes} has no room for one body of "
+                f"max_body_bytes={self.max_body_bytes}"
+            )
+
+    @property
+    def bodies_bytes(self) -> int:
+        """What the bodies of all requests that run may take."""
+        return _BODIES * self.max_body_bytes if self.max_bodies_bytes is None else self.max_bodies_bytes
 
 
+_BODIES: Final = 8  # of the longest, at once, where nothing else is said
 _INTEGERS: Final = (("port", 0, 65535), ("max_choices", 1, 128), ("max_connections", 1, 1 << 20))
 _SECONDS: Final = (
     ("model_idle_s", 1, 10**9),
@@ -201,7 +217,7 @@ def named_models(models: Any) -> tuple[tuple[str, str], ...]:
 
 def n_bytes_of(name: str, value: Any) -> int | None:
     """A number of bytes from an integer, or a text such as "8G" or "512 MiB" (powers of 1024)."""
-    if value is None and name == "memory_budget":
+    if value is None and name in ("memory_budget", "max_bodies_bytes"):
         return None
     if isinstance(value, str) and (match := _BYTES.fullmatch(value.strip())):
         value = int(float(match[1]) * _UNITS[match[2]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 from ggml_engine.chat.replies import ReplyParser, ToolFormat, detect_format, prepare_messages
 from ggml_engine.chat.template import METADATA_KEY, ChatTemplate
@@ -16,9 +16,9 @@ from ggml_engine.ggml.sampler_config import SamplerConfig
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.hosting import HostedModel
 from ggml_engine.server.jobs import ChatJob, CompletionJob, GenerationJob
+from ggml_engine.server.prompt_bytes import check_bytes
 from ggml_engine.server.retained import Spelling, with_retained
-
-_FLAG: Final = "enable_thinking"
+from ggml_engine.server.template_variables import told_variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def prepare(model: HostedModel, job: ChatJob | CompletionJob, partition: str = "
 
 def count_prompt(model: HostedModel, job: ChatJob) -> int:
     """How many tokens a chat's prompt has. Raises as `prepare`."""
-    return len(_rendered(model, job)[0])
+    return len(_encoded(model, _rendered(model, job)))
 
 
 def _in_retained_tokens(model: HostedModel, tokens: list[int], job: GenerationJob, partition: str) -> list[int]:
@@ -77,6 +77,7 @@ def _completion(model: HostedModel, job: CompletionJob, partition: str) -> Prepa
     prompts = []
     for prompt in job.prompts:
         if isinstance(prompt, str):
+            check_bytes(model, prompt, _limit(model))
             tokens = vocabulary.encode(prompt, add_special=True, parse_special=False).tolist()
             tokens = _in_retained_tokens(model, tokens, job, partition)
             echo = prompt
@@ -100,8 +101,10 @@ def _checked_ids(vocabulary: Any, prompt: tuple[int, ...]) -> list[int]:
 
 
 def _chat(model: HostedModel, job: ChatJob, partition: str) -> Prepared:
-    tokens, prompt_end = _rendered(model, job)
-    tokens = _in_retained_tokens(model, tokens, job, partition)
+    segments = _rendered(model, job)
+    prompt_end = "".join(text for text, _ in segments)
+    check_bytes(model, prompt_end, _limit(model))
+    tokens = _in_retained_tokens(model, _encoded(model, segments), job, partition)
     _check_length(model, tokens)
     reply_format = _format(model)
     special = model.engine.vocabulary.special_tokens
@@ -115,6 +118,8 @@ def _chat(model: HostedModel, job: ChatJob, partition: str) -> Prepared:
         except InputError as error:
             raise HttpProblem(400, "invalid_value", f"tools: {error}", "tools") from None
         sampler = replace(sampler, grammar=grammar)
+    elif may_call:
+        sampler = _held_once_it_calls(model, job, reply_format, prompt_end)
     shown = reply_format.shown_tokens(special) if may_call else _shown_reasoning(reply_format, special)
     ends = frozenset(special[text] for text in reply_format.end_texts if may_call and text in special)
     config = _config(model, job, sampler, shown, ends)
@@ -123,6 +128,17 @@ def _chat(model: HostedModel, job: ChatJob, partition: str) -> Prepared:
         return reply_format.parser(job.tools if may_call else None, prompt_end=prompt_end)
 
     return Prepared((PreparedPrompt(tokens),), job.n, config, new_parser, job.parallel_tool_calls)
+
+
+def _held_once_it_calls(model: HostedModel, job: ChatJob, reply_format: ToolFormat, prompt_end: str) -> SamplerConfig:
+    """A sampler that is free until the model begins a call, and lets it write nothing but a call from there on."""
+    try:
+        grammar = reply_format.lazy_grammar(job.tools, parallel=job.parallel_tool_calls, prompt_end=prompt_end)
+        sampler = replace(job.sampler, grammar=grammar)
+        model.runtime.runner.text.sampler(sampler).close()
+    except (InputError, OptionError):  # too many tools, or too large ones: what the model writes is read all the same
+        return job.sampler
+    return sampler
 
 
 def _shown_reasoning(reply_format: ToolFormat, special: Mapping[str, int]) -> frozenset[int]:
@@ -149,39 +165,21 @@ def _format(model: HostedModel) -> ToolFormat:
     return model.fact("format", lambda: detect_format(_template(model).source, vocabulary.special_tokens))
 
 
-def _rendered(model: HostedModel, job: ChatJob) -> tuple[list[int], str]:
-    """The prompt's tokens, and its text."""
+def _rendered(model: HostedModel, job: ChatJob) -> list[Segment]:
+    """The prompt as text."""
     template, vocabulary = _template(model), model.engine.vocabulary
     reply_format = _format(model)
-    _check_variables(template.source, reply_format, job.variables)
+    told = told_variables(template, reply_format, job.variables, job.hints)
     try:
         messages, variables = prepare_messages(reply_format, job.messages, job.tools, job.tool_choice)
     except InputError as error:
         raise HttpProblem(400, "invalid_value", str(error), "messages") from None
-    segments = template.render_segments(messages, vocabulary.special_tokens, **variables, **job.variables)
-    if job.opening:
-        segments = [*segments, Segment(job.opening, False)]
-    tokens = [int(token) for token in vocabulary.encode_segments(segments, add_special=True)]
-    return tokens, "".join(text for text, _ in segments)
+    segments = template.render_segments(messages, vocabulary.special_tokens, **variables, **told)
+    return [*segments, Segment(job.opening, False)] if job.opening else segments
 
 
-def _check_variables(source: str, reply_format: ToolFormat, variables: Mapping[str, Any]) -> None:
-    """A template that does not look at a variable would ignore it: that is refused, unless it asks for what is done."""
-    for name, value in variables.items():
-        if name in source:
-            continue
-        if name == _FLAG and bool(value) == _thinks_anyway(source, reply_format):
-            continue
-        raise HttpProblem(
-            400,
-            "unsupported_parameter",
-            f"{name} of {value!r} is not supported by this model: its chat template knows no {name}",
-            name,
-        )
-
-
-def _thinks_anyway(source: str, reply_format: ToolFormat) -> bool:
-    return reply_format.reasoning is not None and reply_format.reasoning[0] in source
+def _encoded(model: HostedModel, segments: list[Segment]) -> list[int]:
+    return [int(token) for token in model.engine.vocabulary.encode_segments(segments, add_special=True)]
 
 
 # ---- how it is generated
@@ -196,7 +194,7 @@ def _config(
 ) -> GenConfig:
     if sampler.json_schema is not None:
         sampler = replace(sampler, grammar=_grammar_of(sampler.json_schema, job.schema_field), json_schema=None)
-    elif sampler.grammar is not None:
+    elif isinstance(sampler.grammar, str):
         _check_grammar(model, sampler)
     return GenConfig(
         max_tokens=job.max_tokens,
@@ -236,7 +234,12 @@ def _check_biases(model: HostedModel, sampler: SamplerConfig) -> None:
             )
 
 
+def _limit(model: HostedModel) -> int:
+    """The most tokens that a prompt may ever have."""
+    return int(min(model.engine.executor.max_positions, model.runtime.session_limit))
+
+
 def _check_length(model: HostedModel, tokens: list[int]) -> None:
-    limit = model.engine.executor.max_positions
+    limit = _limit(model)
     if len(tokens) > limit:
         raise ContextLengthError(len(tokens), limit)

@@ -23,12 +23,13 @@ import uvicorn
 
 from ggml_engine.errors import OptionError
 from ggml_engine.server.app import create_app
-from ggml_engine.server.ending import TimeLeft, WorkThreads
+from ggml_engine.server.ending import TimeLeft
 from ggml_engine.server.hosting import Loader, ModelHost
 from ggml_engine.server.lifecycle import Lifecycle
 from ggml_engine.server.logs import log
 from ggml_engine.server.options import ServeOptions
 from ggml_engine.server.transport import Acceptor, ConnectionLimits, Room, ServerProtocol, raise_file_limit
+from ggml_engine.server.workers import Workers, WorkThreads
 
 INTERRUPTED: Final = 130
 _END_S: Final = 4.0  # all of the end, whatever hangs; the rest of five seconds is for a busy machine
@@ -55,6 +56,7 @@ class Server(uvicorn.Server):
         app = create_app(options, loader=loader, on_failed_start=self._fail)
         self._host: ModelHost = app.state.host
         self._lifecycle: Lifecycle = app.state.lifecycle
+        self._session_workers: Workers = app.state.session_workers
         self._on_listening = on_listening
         self._failure: BaseException | None = None
         self.is_whole = True  # whether everything ended
@@ -94,7 +96,7 @@ class Server(uvicorn.Server):
         try:
             await self.serve()
         finally:
-            self.is_whole = self.is_whole and not threads.is_busy
+            self.is_whole = self.is_whole and not (threads.is_busy or self._session_workers.is_busy)
 
     def stop(self) -> None:
         """End as after a first Ctrl-C; on any thread."""

@@ -1,7 +1,8 @@
 """/v1/sessions: the named sessions of a caller, forked, rewound, saved, loaded and closed.
 
 What one key names, another cannot see. Saved sessions lie in directories of their key and model below the option
-`session_directory`, and take no more than `session_quota` bytes together.
+`session_directory`, and take no more than `session_quota` bytes together. What waits for an engine or a disk does so on
+threads for that alone (`session_workers`): neither it nor the loading of a model waits for the other.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ggml_engine.control.saved_names import SUFFIX, names_in, path_of
+from ggml_engine.server.bodies import read_json
 from ggml_engine.server.errors import HttpProblem
-from ggml_engine.server.guard import read_json
 from ggml_engine.server.hosting import HostedModel, gib
 from ggml_engine.server.validation import RequestModel, validated
 
@@ -92,16 +93,14 @@ def _shown(model: HostedModel, info: Any) -> dict[str, Any]:
 async def list_sessions(request: Request) -> Response:
     """Those of a model that is loaded (`?model=`, by default the first), and the names that are saved."""
     host, partition = request.state.host, request.state.partition
-    name = request.query_params.get("model", host.default)
-    if name not in host.names:
-        raise HttpProblem(404, "model_not_found", f"there is no model {name!r:.140}", "model")
+    name = host.named(request.query_params.get("model"))
     found = []
     for model in host.loaded():
         if model.name == name:
             found = [_shown(model, info) for info in model.runtime.sessions(partition)]
     saved = []
     if request.state.options.session_directory is not None:
-        saved = await host.in_thread(lambda: names_in(_directory(request, name)))
+        saved = await request.state.session_workers.call(lambda: names_in(_directory(request, name)))
     return JSONResponse({"object": "list", "data": found, "saved": saved})
 
 
@@ -109,7 +108,7 @@ async def fork(request: Request) -> Response:
     """A further session that shares the first tokens of this one, which may be in use."""
     partition = request.state.partition
     async with _called(request, Fork) as (name, body, model):
-        info = await request.state.host.in_thread(
+        info = await request.state.session_workers.call(
             lambda: model.runtime.fork(partition, name, body.name, body.at, timeout=_WAIT_S)
         )
     return JSONResponse(_shown(model, info))
@@ -119,7 +118,7 @@ async def rewind(request: Request) -> Response:
     """Go back to a position."""
     partition = request.state.partition
     async with _called(request, Rewind) as (name, body, model):
-        info = await request.state.host.in_thread(
+        info = await request.state.session_workers.call(
             lambda: model.runtime.rewind(partition, name, body.to, timeout=_WAIT_S)
         )
     return JSONResponse(_shown(model, info))
@@ -131,7 +130,7 @@ async def save(request: Request) -> Response:
         directory, file = _directory(request, model.name), name if body.file is None else body.file
         path = path_of(directory, file)  # before anything is measured
         async with request.state.saving:  # so that two cannot both find room for one
-            await request.state.host.in_thread(lambda: _save(request, model, name, directory, file, path))
+            await request.state.session_workers.call(lambda: _save(request, model, name, directory, file, path))
     return JSONResponse({"id": name, "object": "session.saved", "file": file, "model": model.name})
 
 
@@ -155,7 +154,7 @@ async def load(request: Request) -> Response:
     async with _called(request, Stored) as (name, body, model):
         directory, file = _directory(request, model.name), name if body.file is None else body.file
         path_of(directory, file)
-        info = await request.state.host.in_thread(
+        info = await request.state.session_workers.call(
             lambda: model.runtime.load(request.state.partition, name, directory, file, timeout=_WAIT_S)
         )
     return JSONResponse(_shown(model, info))
@@ -168,7 +167,7 @@ async def delete(request: Request) -> Response:
         if request.query_params.get("saved") == "true":
             path = path_of(_directory(request, model.name), name)
             try:
-                await request.state.host.in_thread(path.unlink)
+                await request.state.session_workers.call(path.unlink)
             except FileNotFoundError:
                 raise HttpProblem(404, "saved_state_missing", f"nothing is saved as {name!r}") from None
         else:

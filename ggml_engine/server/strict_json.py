@@ -1,7 +1,9 @@
-"""JSON as a server may take it from strangers: bounded in depth, no names twice, finite numbers, text that is Unicode.
+"""JSON as a server may take it from strangers: bounded in depth and in the number of values, no names twice, finite
+numbers, text that is Unicode.
 
-Python's own parser takes `NaN`, lone surrogates and repeated names, and raises RecursionError for deep input. What is
-refused raises HttpProblem 400 that says why.
+Python's own parser takes `NaN`, lone surrogates and repeated names, and raises RecursionError for deep input. It holds
+Python's lock for as long as it makes lists and strings, so values are counted before it is asked: by operations on
+bytes, which take some milliseconds a megabyte whatever these are. What is refused raises HttpProblem 400 that says why.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from ggml_engine.server.errors import HttpProblem
 
 MAX_DEPTH: Final = 64
 MAX_NAMES: Final = 16_384  # of one object: each that nobody knows is a fault of its own
+MAX_CONTAINERS: Final = 1 << 16  # arrays and objects of a body
+MAX_VALUES: Final = 1 << 20  # of a body; that many ids of tokens are taken by /detokenize
+MAX_STRINGS: Final = 1 << 19  # of a body, names included, where there are so many brackets or commas that they count
 MAX_DIGITS: Final = 4300  # of an integer: Python's own bound, which can be turned off
 _SUSPECT: Final = re.compile(r"\\u(?:0000|[dD][89a-fA-F])")  # NUL, or a half of a surrogate pair
 
@@ -54,8 +59,35 @@ def _constant(text: str) -> NoReturn:
     _refuse(f"{text} is no JSON")
 
 
+def check_numbers(body: bytes) -> None:
+    """Raise HttpProblem 400 for more values or containers than may be, before they are made.
+
+    Of a body that is no JSON only what stands before its first fault is counted rightly: a parser comes no further.
+    """
+    if body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS and body.count(b",") < MAX_VALUES:
+        return  # whatever of them stands in strings
+    outside = _without_strings(body)
+    n_containers = outside.count(b"[") + outside.count(b"{")
+    if n_containers > MAX_CONTAINERS:
+        _refuse(f"the body has {n_containers} arrays and objects, at most {MAX_CONTAINERS} are read")
+    n_values = 1 + outside.count(b",")  # at most one less for each container, and the containers themselves
+    if n_values > MAX_VALUES:
+        _refuse(f"the body has {n_values} values, at most {MAX_VALUES} are read")
+
+
+def _without_strings(body: bytes) -> bytes:
+    """What stands outside of strings. Raises HttpProblem where there are too many of these."""
+    if b"\\" in body:
+        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of a string ends it where it ended
+    n_strings = body.count(b'"') // 2
+    if n_strings > MAX_STRINGS:
+        _refuse(f"the body has {n_strings} strings, at most {MAX_STRINGS} are read")
+    return b"".join(body.split(b'"')[::2])
+
+
 def parse_object(body: bytes) -> dict[str, Any]:
     """The object that a body holds. Raises HttpProblem 400."""
+    check_numbers(body)
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ggml_engine.server.guard import read_json
+from ggml_engine.server.bodies import read_json
 from ggml_engine.server.validation import Many, RequestModel, validated
 
 _PART: Final = 4096  # tokens that are written as JSON at once

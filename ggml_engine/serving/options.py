@@ -30,8 +30,9 @@ class ServingOptions:
     2 with an interval or a policy).
 
     `max_sessions` named sessions are kept, `max_requests` generations compute at once (each of a request's choices is
-    one), `max_queue` requests wait. `max_session_tokens` bounds prompt and reply together (None: what the runner
-    bounds). A named session that nobody used for `session_idle_s` seconds is closed (None: never).
+    one), `max_queue` requests wait, and beyond that those of partitions that have less than their share of the queue.
+    `max_session_tokens` bounds prompt and reply together (None: what the runner bounds). A named session that nobody
+    used for `session_idle_s` seconds is closed (None: never).
 
     Raises OptionError for values, and combinations, that cannot be; it names both of these.
     """

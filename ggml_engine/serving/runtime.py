@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -41,6 +40,7 @@ from ggml_engine.serving.names import NamedSession, SessionInfo, SessionNames
 from ggml_engine.serving.options import ServingOptions
 from ggml_engine.serving.reply import Listener, Reply
 from ggml_engine.serving.request import ServingRequest, check_name
+from ggml_engine.serving.waiting import FairQueue
 
 _ABANDON_S = 5.0  # the control thread waits for nothing, so it comes at once
 _ENDS = ("finished", "cancelled", "failed", "shutdown")
@@ -75,7 +75,7 @@ class ServingRuntime:
         self._lanes = LanePool(self.options.capture_slots)
         self._lock = threading.RLock()
         self._names = SessionNames(self.options.max_sessions)
-        self._waiting: deque[Job] = deque()
+        self._waiting: FairQueue[Job] = FairQueue(self.options.max_queue)
         self._jobs: set[Job] = set()  # those that wait, too
         self._n_running = 0
         self._durations = Durations()
@@ -92,6 +92,11 @@ class ServingRuntime:
         self._shared = Shared(runner, self.options, self.cache, self._lanes, self._control.post)
         self._control.start()
 
+    @property
+    def session_limit(self) -> int:
+        """The most tokens that a session may come to, prompt and reply together."""
+        return self._limit
+
     # ---- requests
 
     def submit(self, request: ServingRequest, listener: Listener | None = None) -> Reply:
@@ -99,7 +104,8 @@ class ServingRuntime:
 
         Raises InputError for what are no tokens of the model, ContextLengthError for more of them than a session can
         ever hold, OptionError for more choices than compute at once, SessionBusyError where its session is in use,
-        SessionLimitError where all that may be kept are, QueueFullError and ClosedError.
+        SessionLimitError where all that may be kept are, ClosedError, and QueueFullError where `max_queue` requests
+        wait and the request's partition has its share of them.
         """
         tokens = self._checked(request)
         most = self._limit - len(tokens) + 1  # the last token that is sampled takes no cell
@@ -107,7 +113,7 @@ class ServingRuntime:
             if self._is_closing:
                 raise ClosedError("the serving runtime was shut down")
             must_wait = bool(self._waiting) or not self._fits(request.n)
-            if must_wait and len(self._waiting) >= self.options.max_queue:
+            if must_wait and not self._waiting.has_room(request.partition):
                 self._counts["refused"] += 1
                 n = len(self._waiting)
                 raise QueueFullError(n, self._durations.retry_after_s(n, self.options.max_requests))
@@ -119,7 +125,7 @@ class ServingRuntime:
             job = Job(self._shared, request, tokens, most, reply, listener, named, self._finish)
             self._jobs.add(job)
             self._counts["submitted"] += 1
-            self._waiting.append(job)
+            self._waiting.put(request.partition, job)
             self._begin_what_fits()
         return reply
 
@@ -142,8 +148,8 @@ class ServingRuntime:
 
     def _begin_what_fits(self) -> None:
         """With the lock held."""
-        while self._waiting and self._fits(self._waiting[0].request.n):
-            job = self._waiting.popleft()
+        while (job := self._waiting.first()) is not None and self._fits(job.request.n):
+            self._waiting.take()
             self._n_running += job.request.n
             self._begun_at[job] = now = self._clock()
             self._control.post(partial(job.begin, now))
@@ -157,7 +163,7 @@ class ServingRuntime:
             self._jobs.discard(job)
             begun_at = self._begun_at.pop(job, None)
             if begun_at is None:
-                self._waiting.remove(job)
+                self._waiting.remove(job.request.partition, job)
             else:
                 self._n_running -= job.request.n
                 self._durations.note(now - begun_at)

@@ -8,6 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 from live_server import LiveServer, live_server
+from pydantic import BaseModel
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY: dict[str, Any] = {"model": "smol", "extra_body": {"temperature": 0}}
@@ -20,6 +21,13 @@ WEATHER: Any = {
         "required": ["city"],
     },
 }
+
+
+class City(BaseModel):
+    """An answer that has a form."""
+
+    name: str
+    is_capital: bool
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +73,30 @@ class TestMessages:
         found = client.messages.create(messages=messages, max_tokens=3, **GREEDY).content[0]
         assert found.type == "text"
         assert "Paris" in found.text
+
+    def test_a_schema_is_obeyed(self, client: anthropic.Anthropic) -> None:
+        asked: list[Any] = [{"role": "user", "content": "Paris"}]
+        found = client.messages.parse(messages=asked, output_format=City, max_tokens=60, **GREEDY)
+        assert isinstance(found.parsed_output, City)
+        with client.messages.stream(messages=asked, output_format=City, max_tokens=60, **GREEDY) as stream:
+            assert stream.get_final_message().parsed_output == found.parsed_output
+
+    def test_what_an_agent_sends_changes_nothing_here(self, client: anthropic.Anthropic) -> None:
+        plain = client.messages.create(messages=QUESTION, max_tokens=6, **GREEDY).content[0]
+        assert plain.type == "text"
+        marked: list[Any] = [{"type": "text", "text": QUESTION[0]["content"], "cache_control": {"type": "ephemeral"}}]
+        found = client.beta.messages.create(
+            messages=[{"role": "user", "content": marked}],
+            max_tokens=6,
+            thinking={"type": "adaptive"},
+            output_config={"effort": "high"},
+            context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            metadata={"user_id": "u"},
+            betas=["context-management-2025-06-27"],
+            **GREEDY,
+        ).content[0]
+        assert found.type == "text"
+        assert found.text == plain.text
 
     def test_a_call_that_is_required_is_made_and_its_result_is_taken(self, client: anthropic.Anthropic) -> None:
         asked: list[Any] = [{"role": "user", "content": "The weather in Oslo?"}]

@@ -97,6 +97,29 @@ class TestChat:
         again = client.chat.completions.create(model="smol", messages=messages, max_tokens=4, n=3, seed=7)
         assert [c.message.content for c in again.choices] == [c.message.content for c in found.choices]
 
+    def test_an_answer_goes_on_from_what_it_is_given(self, client: openai.OpenAI) -> None:
+        messages: list[Any] = [*QUESTION, {"role": "assistant", "content": "The capital of France is"}]
+        found = client.chat.completions.create(
+            messages=messages,
+            max_tokens=3,
+            extra_body={"continue_final_message": True, "add_generation_prompt": False},
+            **GREEDY,
+        )
+        assert "Paris" in (found.choices[0].message.content or "")
+
+    def test_a_client_of_llama_cpps_server_is_answered(self, server: LiveServer) -> None:
+        given = {"max_tokens": -1, "seed": -1, "cache_prompt": True, "id_slot": -1, "return_progress": True}
+        with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as client:
+            chunks = list(
+                client.chat.completions.create(
+                    messages=QUESTION, stream=True, extra_body={**given, "grammar": 'root ::= "Paris"'}, **GREEDY
+                )
+            )
+            assert [model.id for model in client.models.list()] == ["smol"]
+        progress = [chunk.model_extra["prompt_progress"] for chunk in chunks if not chunk.choices and chunk.model_extra]
+        assert progress[-1]["processed"] == progress[-1]["total"]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "Paris"
+
     def test_stop_strings_end_and_are_not_shown(self, client: openai.OpenAI) -> None:
         whole = client.chat.completions.create(messages=QUESTION, max_tokens=12, **GREEDY).choices[0].message.content
         assert whole is not None

@@ -1,6 +1,7 @@
 /* The joint products alone, against plain sums: random shapes, threads and scratch, under sanitizers.
 
-   Rows of weights are f32, or stand for a type of their own: then activations are packed to f64. */
+   Rows of weights are f32, or stand for a type of their own: then activations are packed to f64. Panels are plain sums,
+   too, over f64 that was moved as if it were spread. */
 #include <math.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -30,6 +31,28 @@ static void dot_packed(int n, float * s, size_t bs, const void * x, size_t bx, c
     double sum = 0;
     for (int i = 0; i < n; ++i) sum += (double) ((const float *) x)[i] * ((const double *) y)[i];
     *s = (float) sum;
+}
+
+enum { MOVED = 24 }; /* bytes by which a spread row is longer */
+static void spread(enum panel_type type, const void * packed, void * x, int64_t n_blocks) {
+    (void) type;
+    memmove(x, packed, (size_t) n_blocks * PANEL_BLOCK * sizeof(double));
+}
+static void multiply_panel(
+    enum panel_type type, const char * weight, size_t weight_stride, int n_rows, int64_t n_blocks, const char * x,
+    size_t x_stride, int64_t n_tokens, float * out, int64_t out_stride, void * memory);
+static const struct panel_kernel kernel = { "plain", 8, 1, spread, multiply_panel };
+static void multiply_panel(
+    enum panel_type type, const char * weight, size_t weight_stride, int n_rows, int64_t n_blocks, const char * x,
+    size_t x_stride, int64_t n_tokens, float * out, int64_t out_stride, void * memory) {
+    (void) type;
+    memset(memory, n_rows, panel_bytes(kernel.n_lanes, n_blocks)); /* all of it is this thread's */
+    for (int64_t t = 0; t < n_tokens; ++t) {
+        for (int r = 0; r < n_rows; ++r) {
+            dot_packed((int) n_blocks * PANEL_BLOCK, out + t * out_stride + r, 0, weight + (size_t) r * weight_stride, 0,
+                       x + (size_t) t * x_stride, 0, 1);
+        }
+    }
 }
 
 static void shape(struct ggml_tensor * t, int64_t ne0, int64_t ne1) {
@@ -76,10 +99,16 @@ static float expected(
 static int check(int seed) {
     struct joint_products_params p = { .eps = 1e-5f };
     struct ggml_tensor x, w[JOINT_MOST_WEIGHTS], norm, added, dst;
-    const int64_t n_dims = 1 + below(90), n_tokens = 1 + below(4);
+    const int has_panels = below(2);
+    const int64_t n_dims = has_panels ? PANEL_BLOCK * (1 + below(3)) : 1 + below(90), n_tokens = 1 + below(9);
     const int nth = 1 + below(4), has_form = below(3) > 0;
     p.n_weights = 1 + below(JOINT_MOST_WEIGHTS), p.has_norm = below(2), p.n_slices = 1 + below(4);
     p.has_sum = p.n_weights == 1 && below(2);
+    p.is_shared = below(2), p.kernel = &kernel;
+    if (has_panels) {
+        p.form_bytes[1] = n_dims * (int64_t) sizeof(double) + MOVED, p.packed_bytes[1] = n_dims * (int64_t) sizeof(double);
+        p.pack[1] = pack, p.spreads[1] = PANEL_Q4_1;
+    }
     if (has_form) p.form_bytes[0] = n_dims * (int64_t) sizeof(double), p.pack[0] = pack;
     shape(&x, n_dims, n_tokens);
     shape(&norm, n_dims, 1);
@@ -89,6 +118,7 @@ static int check(int seed) {
         n_rows += w[i].ne[1];
         p.form[i] = has_form && below(2) ? 0 : -1;
         p.dot[i] = p.form[i] < 0 ? dot_f32 : dot_packed;
+        if (has_panels && below(2)) p.form[i] = 1, p.panels[i] = PANEL_Q4_1;
     }
     shape(&added, n_rows, n_tokens);
     shape(&dst, n_rows * n_tokens + (int64_t) joint_scratch_floats(&p, (size_t) n_dims, (size_t) n_tokens), 1);
@@ -99,7 +129,7 @@ static int check(int seed) {
     for (int again = 0; again < 2; ++again) {
         memset(dst.data, 0xff, dst.nb[3]); /* NaN: what is left out shows */
         compute(&dst, &p, nth);
-        CHECK(p.next_item == 0 && p.n_done == 0, "seed %d: counters are left", seed);
+        CHECK(p.next_item + p.n_done + p.next_token + p.n_taken == 0, "seed %d: counters are left", seed);
         for (int64_t t = 0; t < n_tokens; ++t) {
             const float * out = (const float *) dst.data + t * n_rows;
             for (int i = 0; i < p.n_weights; out += w[i++].ne[1]) {

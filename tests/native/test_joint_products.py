@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,11 +25,13 @@ from ggml_engine.ggml import library
 from ggml_engine.ggml.joint_kernel import JointKernel, find_joint_kernel
 from ggml_engine.ggml.library import ffi
 from ggml_engine.ggml.ops import Tensor
+from ggml_engine.ggml.panels import Panels
 from ggml_engine.ggml.tensor_types import TensorType
 from ggml_engine.models import joint
 
-F32, Q4_1, Q5_1, Q8_0 = TensorType.F32, TensorType.Q4_1, TensorType.Q5_1, TensorType.Q8_0
-TYPES = [F32, TensorType.F16, TensorType.BF16, TensorType.Q4_0, Q4_1, TensorType.Q5_0, Q5_1, Q8_0]
+F32, Q4_1, Q5_0 = TensorType.F32, TensorType.Q4_1, TensorType.Q5_0
+Q5_1, Q8_0 = TensorType.Q5_1, TensorType.Q8_0
+TYPES = [F32, TensorType.F16, TensorType.BF16, TensorType.Q4_0, Q4_1, Q5_0, Q5_1, Q8_0]
 ROWS = (64, 16, 300, 7)
 TOKENS: list[int] = np.random.default_rng(5).integers(3, VOCAB, 12).tolist()
 NO_WORK = frozenset({"NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"})
@@ -85,8 +88,42 @@ def test_weights_of_several_types_go_together(kernel: JointKernel, norms: bool) 
 
 def test_types_that_ggml_multiplies_in_tiles_are_taken_with_one_token_only(kernel: JointKernel) -> None:
     assert [kind.name for kind in TYPES if kernel.takes(kind, 1)] == [kind.name for kind in TYPES]
-    assert [kind for kind in (F32, Q8_0, TensorType.Q4_0) if kernel.takes(kind, 2)] == []
-    assert not kernel.takes(Q4_1, 5)
+    assert [kind for kind in (F32, TensorType.BF16, TensorType.Q4_0) if kernel.takes(kind, 2)] == []
+    assert kernel.takes(TensorType.Q6_K, 4)
+    assert not kernel.takes(TensorType.Q6_K, 5)
+    alone = JointKernel(library.load(), 1)  # without panels
+    assert [kind for kind in (Q5_0, Q8_0) if alone.takes(kind, 2)] == []
+    assert alone.takes(Q4_1, 4)
+    assert not alone.takes(Q4_1, 5)
+
+
+def test_panels_take_steps_of_any_length(kernel: JointKernel) -> None:
+    panels = Panels.find()
+    if platform.machine() in {"x86_64", "AMD64"}:
+        assert panels is not None, "every such processor since 2013 has some"
+    if panels is None:
+        return
+    assert [kind for kind in (Q4_1, Q5_1) if not kernel.takes(kind, 512)] == []
+    has_signed = panels.name != "avx2"
+    assert [kernel.takes(kind, 512) for kind in (Q5_0, Q8_0)] == [has_signed, has_signed]
+
+
+def test_panels_that_do_not_agree_with_ggml_are_not_used(kernel: JointKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    panels = Panels.find()
+    if panels is None:
+        return
+    asked = []
+
+    def disagree(weight: TensorType, dot: int, pack: int) -> bool:
+        asked.append(weight)
+        return False
+
+    monkeypatch.setattr(Panels, "agree", staticmethod(disagree))
+    other = JointKernel(library.load(), 1, panels)
+    assert not other.takes(Q4_1, 5)
+    assert not other.takes(Q4_1, 9)
+    assert asked == [Q4_1]  # once
+    assert kernel.takes(Q4_1, 5)
 
 
 def test_what_cannot_be_computed_is_refused(kernel: JointKernel) -> None:
@@ -101,7 +138,7 @@ def test_what_cannot_be_computed_is_refused(kernel: JointKernel) -> None:
     refused("1 to 4", lambda bench: {"weights": [bench.zeros(Q8_0, 64, 8)] * 5})
     refused("f32", lambda bench: {"x": bench.zeros(TensorType.F16, 64, 1)})
     refused("matrix", lambda bench: {"x": bench.zeros(F32, 64, 1, 2)})
-    refused("not of 2 tokens", lambda bench: {"x": bench.zeros(F32, 64, 2)})
+    refused("not of 2 tokens", lambda bench: {"x": bench.zeros(F32, 64, 2), "weights": [bench.zeros(F32, 64, 8)]})
     refused("threads", lambda _: {"n_threads": 0})
     refused("norm", lambda bench: {"norm": (bench.zeros(F32, 32), 1e-5)})
     refused("added", lambda bench: {"added": bench.zeros(F32, 9, 1)})
@@ -170,7 +207,7 @@ def test_steps_of_one_token_are_the_same_without_it(
 
 
 @pytest.mark.parametrize("repack", [True, False])
-@pytest.mark.parametrize("n_tokens", [1, 2, 3])
+@pytest.mark.parametrize("n_tokens", [1, 2, 3, 5, 12])
 def test_a_file_of_mixed_types_is_libllamas_to_the_bit(tmp_path: Path, n_tokens: int, repack: bool) -> None:
     """As files of medium quality are: other types for v and down, some of which are rearranged."""
     types = {

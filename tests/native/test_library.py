@@ -17,6 +17,7 @@ from typing import Any
 
 import c_headers
 import pytest
+from compilers import has_compiler
 
 from ggml_engine.errors import LibraryError
 from ggml_engine.ggml import library
@@ -290,6 +291,44 @@ def test_a_new_line_ends_an_unfinished_one(caplog: pytest.LogCaptureFixture) -> 
 def test_text_that_is_no_utf8_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     library._on_log(4, ffi.new("char[]", b"bad \xff byte\n"), ffi.NULL)
     assert spoken(caplog) == [(logging.ERROR, "bad \ufffd byte")]
+
+
+@pytest.mark.skipif(not has_compiler(), reason="the filter is compiled")
+def test_lines_that_the_logs_level_hides_do_not_come_to_python(caplog: pytest.LogCaptureFixture) -> None:
+    came: list[tuple[int, str]] = []
+    from ggml_engine.native import _kernels as native
+
+    @ffi.callback("ggml_log_callback")  # type: ignore[untyped-decorator]
+    def come(level: int, text: Any, _user_data: Any) -> None:
+        came.append((level, ffi.string(text).decode()))
+
+    lines = [(2, "chatter "), (5, "and more\n"), (3, "trouble "), (5, "and more\n"), (1, "detail\n"), (4, "failure\n")]
+
+    def shown(least: int) -> list[tuple[int, str]]:
+        came.clear()
+        filtered = ffi.cast("ggml_log_callback", native.filter_log(least, int(ffi.cast("uintptr_t", come))))
+        for level, text in lines:
+            filtered(level, ffi.new("char[]", text.encode()), ffi.NULL)
+        return list(came)
+
+    try:
+        assert shown(1) == lines
+        assert shown(3) == [lines[2], lines[3], lines[5]]
+    finally:
+        library.load()
+    # and the level is the log's: as it is at the latest `load`
+    filtered = library._log_callback()
+    warned = ["trouble and more", "failure"]
+    for level, expected in (
+        (logging.WARNING, warned),
+        (logging.DEBUG, ["chatter and more", warned[0], "detail", warned[1]]),
+    ):
+        caplog.clear()
+        caplog.set_level(level, "ggml_engine.native")
+        library.load()
+        for each, text in lines:
+            filtered(each, ffi.new("char[]", text.encode()), ffi.NULL)
+        assert [text for _, text in spoken(caplog)] == expected
 
 
 def test_lines_of_libllama_itself_reach_the_logger(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -12,11 +13,14 @@ from typing import Any
 
 import httpx
 import numpy as np
+from fake_text import FakeText
+from starlette.applications import Starlette
 
 from ggml_engine.chat.template import METADATA_KEY, ChatTemplate
 from ggml_engine.control.generation import GenerationStats, Prefill, Reason, Update
 from ggml_engine.control.logprobs import TokenLogprobs
 from ggml_engine.errors import InputError
+from ggml_engine.ggml.token_bytes import TokenBytes
 from ggml_engine.server.app import create_app
 from ggml_engine.server.hosting import HostedModel, ModelSize
 from ggml_engine.server.options import resolve
@@ -35,7 +39,11 @@ class Bytes:
     n_tokens = 257
     special_tokens = {"<|end|>": END}  # noqa: RUF012
 
+    def __init__(self) -> None:
+        self.read: list[str] = []  # texts that were tokenised
+
     def encode(self, text: str, *, add_special: bool, parse_special: bool) -> Any:
+        self.read.append(text)
         return np.array(list(text.encode()), np.int32)
 
     def encode_segments(self, segments: Sequence[tuple[str, bool]], *, add_special: bool) -> Any:
@@ -134,6 +142,8 @@ class FakeRuntime:
         self.cached = 0
         self.error: Exception | None = None
         self.replies: list[FakeReply] = []
+        self.runner = SimpleNamespace(text=FakeText(0))
+        self.session_limit = 2000
 
     def submit(self, request: ServingRequest, listener: Any) -> FakeReply:
         if self.error is not None and self.replies:
@@ -153,9 +163,11 @@ class FakeRuntime:
 class FakeServer:
     """The client of a server over a scripted runtime."""
 
-    def __init__(self, client: httpx.AsyncClient, runtime: FakeRuntime) -> None:
+    def __init__(self, app: Starlette, client: httpx.AsyncClient, runtime: FakeRuntime, vocabulary: Bytes) -> None:
+        self.app = app
         self.client = client
         self.runtime = runtime
+        self.vocabulary = vocabulary
 
     @property
     def request(self) -> ServingRequest:
@@ -176,6 +188,13 @@ def stream_data(response: httpx.Response) -> list[Any]:
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
+def transport_of(sdk: Any, server: FakeServer) -> Any:
+    """An HTTP client for an official client, by the package that this one uses: httpx, or what followed it."""
+    packages = [kind.__module__.partition(".")[0] for kind in sdk.DefaultAsyncHttpxClient.__mro__]
+    http = importlib.import_module(next(name for name in packages if name.startswith("httpx")))
+    return http.AsyncClient(transport=http.ASGITransport(server.app))
+
+
 @asynccontextmanager
 async def fake_server(template: str | None = TEMPLATE, **options: Any) -> AsyncIterator[FakeServer]:
     """A server in this process, without a socket."""
@@ -193,13 +212,14 @@ async def fake_server(template: str | None = TEMPLATE, **options: Any) -> AsyncI
             return ModelSize(1, 0)
 
         def load(self, name: str, path: str, cancel: Callable[[], bool]) -> HostedModel:
-            return HostedModel(name, engine, runtime, lambda _timeout: True)
+            facts = {"token_bytes": TokenBytes(4)}  # a quarter of what its tokens say: they are counted, too
+            return HostedModel(name, engine, runtime, lambda _timeout: True, facts=facts)
 
     app = create_app(resolve({"models": ["m=path"], "api_key_env": None, **options}), loader=Loader())
     async with app.router.lifespan_context(app):
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=10) as client:
-            yield FakeServer(client, runtime)
+            yield FakeServer(app, client, runtime, engine.vocabulary)
     await app.state.host.close()
 
 

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from ggml_engine.errors import CancelledError, EngineError
 from ggml_engine.server.app import ROUTES, create_app
-from ggml_engine.server.guard import read_json
+from ggml_engine.server.bodies import read_json
 from ggml_engine.server.hosting import HostedModel, ModelSize
 from ggml_engine.server.options import resolve
 from ggml_engine.server.run import Server
@@ -136,10 +136,17 @@ def options_of(**given: Any) -> Any:
     return resolve({"models": ["m=path"], "port": 0, "shutdown_grace_s": 0.05, **given})
 
 
-def app_of(jobs: Jobs | None = None, loader: FakeLoader | None = None, **given: Any) -> Starlette:
+def app_of(
+    jobs: Jobs | None = None,
+    loader: FakeLoader | None = None,
+    on_failed_start: Callable[[BaseException], object] | None = None,
+    **given: Any,
+) -> Starlette:
     """An application with a fake loader; with `jobs` their routes beside its own."""
-    more = [] if jobs is None else jobs.routes()
-    return create_app(options_of(**given), loader=loader or FakeLoader(), routes=[*ROUTES, *more])
+    routes = [*ROUTES, *([] if jobs is None else jobs.routes())]
+    return create_app(
+        options_of(**given), loader=loader or FakeLoader(), routes=routes, on_failed_start=on_failed_start
+    )
 
 
 @asynccontextmanager

@@ -28,9 +28,9 @@ def spm(**changes: Any) -> dict[str, Any]:
 
 def bpe(**changes: Any) -> dict[str, Any]:
     """The parts of a byte-pair vocabulary: the 256 letters of bytes, some merges, two control tokens."""
-    from ggml_engine.ggml.vocab_tables import _BYTE_OF
+    from ggml_engine.ggml.vocab_tables import BYTE_OF
 
-    letters = sorted(_BYTE_OF, key=lambda letter: _BYTE_OF[letter])
+    letters = sorted(BYTE_OF, key=lambda letter: BYTE_OF[letter])
     pairs = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "hello"), ("w", "o"), ("Ġ", "wo")]
     texts = [*letters, *("".join(pair) for pair in pairs), "<|endoftext|>", "<|im_start|>"]
     types = [NORMAL] * (len(texts) - 2) + [CONTROL] * 2

@@ -57,7 +57,6 @@ class TestUnknownAndUnsupported:
         ("kind", "field", "value"),
         [
             (ChatRequest, "audio", {"voice": "x"}),
-            (ChatRequest, "prediction", {"type": "content", "content": "x"}),
             (ChatRequest, "web_search_options", {}),
             (ChatRequest, "functions", [FUNCTION]),
             (ChatRequest, "function_call", "auto"),
@@ -74,11 +73,11 @@ class TestUnknownAndUnsupported:
             (ResponseRequest, "prompt", {"id": "x"}),
             (ResponseRequest, "truncation", "auto"),
             (ResponseRequest, "max_tool_calls", 3),
-            (ResponseRequest, "include", ["reasoning.encrypted_content"]),
+            (ResponseRequest, "include", ["file_search_call.results"]),
             (ResponseRequest, "chat_template", "x"),
             (MessagesRequest, "container", "x"),
             (MessagesRequest, "mcp_servers", []),
-            (MessagesRequest, "context_management", {}),
+            (MessagesRequest, "diagnostics", {}),
             (MessagesRequest, "speed", "fast"),
         ],
     )
@@ -143,8 +142,16 @@ class TestUnknownAndUnsupported:
 
     def test_template_flags_are_taken_where_they_are_known_and_plain(self) -> None:
         assert job(ChatRequest, chat_template_kwargs={"enable_thinking": False}).variables == {"enable_thinking": False}
-        assert refused(ChatRequest, chat_template_kwargs={"xml_tools": []}).code == "unsupported_parameter"
-        assert refused(ChatRequest, chat_template_kwargs={"enable_thinking": "no"}).code == "invalid_value"
+        given = {"enable_thinking": True, "thinking_budget": 512, "date_string": "1 May", "level": 0.5, "none": None}
+        plain = {name: value for name, value in given.items() if value is not None}
+        assert job(ChatRequest, chat_template_kwargs=given).variables == plain
+        for value in ([], {}, ["a"], {"a": 1}):
+            problem = refused(ChatRequest, chat_template_kwargs={"xml_tools": value})
+            assert (problem.code, problem.param) == ("unsupported_parameter", "chat_template_kwargs")
+            assert "xml_tools" in problem.message
+        for name, value in (("enable_thinking", "no"), ("a", "x" * 1025), ("a", 2**53 + 1), ("a", float("nan"))):
+            assert refused(ChatRequest, chat_template_kwargs={name: value}).code == "invalid_value"
+        assert refused(ChatRequest, chat_template_kwargs={f"a{i}": 1 for i in range(17)}).code == "invalid_value"
 
 
 class TestValues:
@@ -164,7 +171,7 @@ class TestValues:
             ("repeat_penalty", 1e308),
             ("presence_penalty", 1e6),
             ("seed", 2**64),
-            ("seed", -1),
+            ("seed", -2),
             ("seed", 1.0),
             ("mirostat", 3),
             ("logit_bias", {"-1": 1}),
@@ -446,14 +453,25 @@ class TestMessages:
 
     def test_a_role_that_there_is_not_is_refused(self) -> None:
         assert refused(ChatRequest, messages=[{"role": "robot", "content": "x"}]).param == "messages[0]"
-        assert refused(MessagesRequest, messages=[{"role": "system", "content": "x"}]).param == "messages[0].role"
+        assert refused(MessagesRequest, messages=[{"role": "tool", "content": "x"}]).param == "messages[0].role"
         blocks = [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]
         assert refused(MessagesRequest, messages=[{"role": "user", "content": blocks}]).param == "messages"
 
     def test_effort_and_thinking_reach_the_template(self) -> None:
-        assert job(ChatRequest, reasoning_effort="low").variables == {"reasoning_effort": "low"}
-        assert job(ChatRequest, reasoning_effort="none").variables == {"enable_thinking": False}
-        assert job(ResponseRequest, reasoning={"effort": "high"}).variables == {"reasoning_effort": "high"}
-        assert job(MessagesRequest, thinking={"type": "disabled"}).variables == {"enable_thinking": False}
-        thinking = {"type": "enabled", "budget_tokens": 1024}
-        assert job(MessagesRequest, thinking=thinking).variables == {"enable_thinking": True}
+        efforts = ("minimal", "low", "medium", "high", "xhigh", "max")
+        for effort in efforts:
+            for made in (job(ChatRequest, reasoning_effort=effort), job(ResponseRequest, reasoning={"effort": effort})):
+                assert (made.variables, made.hints) == ({}, {"reasoning_effort": effort, "enable_thinking": True})
+        for made in (job(ChatRequest, reasoning_effort="none"), job(ResponseRequest, reasoning={"effort": "none"})):
+            assert (made.variables, made.hints) == ({"enable_thinking": False}, {})
+        assert refused(ChatRequest, reasoning_effort="utmost").param == "reasoning_effort"
+        for effort in efforts[1:]:
+            made = job(MessagesRequest, output_config={"effort": effort})
+            assert (made.variables, made.hints) == ({}, {"reasoning_effort": effort})
+        assert refused(MessagesRequest, output_config={"effort": "minimal"}).param == "output_config.effort"
+        made = job(MessagesRequest, thinking={"type": "disabled"})
+        assert (made.variables, made.hints) == ({"enable_thinking": False}, {})
+        for thinking in ({"type": "enabled", "budget_tokens": 1024}, {"type": "adaptive", "display": "omitted"}):
+            made = job(MessagesRequest, thinking=thinking)
+            assert (made.variables, made.hints) == ({}, {"enable_thinking": True})
+        assert refused(MessagesRequest, thinking={"type": "between_tools"}).code == "unsupported_parameter"

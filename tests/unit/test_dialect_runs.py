@@ -12,6 +12,7 @@ from dialect_fakes import FakeReply, FakeServer, fake_server, run, stream_data
 from ggml_engine.control.generation import Reason, Update
 from ggml_engine.control.logprobs import TokenLogprobs
 from ggml_engine.errors import EngineError, InputError, QueueFullError
+from ggml_engine.ggml.lazy_grammar import LazyGrammar
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
@@ -86,6 +87,25 @@ class TestWhatReachesTheRuntime:
                 found = await server.chat(n=3)
                 assert (found.status_code, found.json()["error"]["param"]) == (400, "n")
                 assert not server.runtime.replies
+
+        run(test())
+
+    def test_a_choice_among_tools_is_held_to_a_call_at_once_or_once_it_has_begun_one(self) -> None:
+        async def test() -> None:
+            async with fake_server() as server:
+                await server.chat(tools=[TOOL], tool_choice="required")
+                assert isinstance(server.request.config.sampler.grammar, str)
+                await server.chat(tools=[TOOL])
+                lazy = server.request.config.sampler.grammar
+                assert isinstance(lazy, LazyGrammar)
+                assert [trigger.words for trigger in lazy.triggers] == [("<tool_call>",)]
+                await server.chat(tools=[TOOL], tool_choice="none")
+                assert server.request.config.sampler.grammar is None
+                # one that no grammar can be made of leaves the model free, where it may choose
+                server.runtime.runner.text.sampler_error = InputError("over 512 ways to go on at one place")
+                found = await server.chat(tools=[TOOL])
+                assert found.status_code == 200
+                assert server.request.config.sampler.grammar is None
 
         run(test())
 
@@ -209,12 +229,51 @@ class TestTemplates:
 
         run(test())
 
+    def test_a_prompt_that_is_too_long_by_its_bytes_is_refused_before_it_is_tokenised(self) -> None:
+        text = "\u20ac" * 2700  # 8100 bytes, where a token stands for at most 4, and there may be 2000
+        user = {"role": "user", "content": text}
+
+        async def test() -> None:
+            async with fake_server() as server:
+                server.runtime.session_limit = 1990
+                for path, body in (
+                    ("/v1/chat/completions", {"messages": [user]}),
+                    ("/v1/completions", {"prompt": ["a", text]}),
+                    ("/v1/responses", {"input": text}),
+                ):
+                    server.vocabulary.read.clear()
+                    error = (await server.post(path, **body)).json()["error"]
+                    n_bytes = 8100 if path == "/v1/completions" else 8100 + len("[user][assistant]")
+                    assert error["code"] == "context_length_exceeded"
+                    assert (error["n_prompt_bytes"], error["max_prompt_bytes"], error["n_ctx"]) == (n_bytes, 7960, 1990)
+                    assert f"{n_bytes} bytes" in error["message"]
+                    assert "7960" in error["message"]
+                    assert not any(text in read for read in server.vocabulary.read)
+                found = await server.post("/v1/messages", messages=[user], max_tokens=5)
+                assert (found.status_code, found.json()["error"]["type"]) == (400, "invalid_request_error")
+                found = await server.post("/v1/embeddings", input=["a", text])
+                assert found.json()["error"]["message"].startswith("text 1 has 8100 bytes, the 2000 tokens")
+                assert not any(text in read for read in server.vocabulary.read)
+                assert not server.runtime.replies
+
+        run(test())
+
+    def test_what_only_counts_tokens_counts_them_of_any_prompt(self) -> None:
+        text = "x" * 9000
+
+        async def test() -> None:
+            async with fake_server() as server:
+                found = await server.post("/v1/messages/count_tokens", messages=[{"role": "user", "content": text}])
+                assert found.json() == {"input_tokens": 9000 + len("[user][assistant]")}
+                assert len((await server.post("/tokenize", content=text)).json()["tokens"]) == 9000
+
+        run(test())
+
     def test_what_a_template_does_not_look_at_is_refused(self) -> None:
         async def test() -> None:
             async with fake_server() as server:
                 assert (await server.chat(chat_template_kwargs={"enable_thinking": True})).status_code == 400
                 assert (await server.chat(chat_template_kwargs={"enable_thinking": False})).status_code == 200
-                assert (await server.chat(reasoning_effort="low")).status_code == 400
             async with fake_server(template="{{ enable_thinking }}|{{ reasoning_effort }}") as server:
                 await server.chat(chat_template_kwargs={"enable_thinking": True}, reasoning_effort="low")
                 assert server.runtime.replies[-1].prompt == "True|low"

@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from ggml_engine.errors import InputError
 from ggml_engine.ggml.gbnf import MAX_ELEMENTS, check_grammar
 
+# whose rules for numbers and spaces overlap a little
+JSON = r"""
+root ::= ws object ws
+object ::= "{" ws (string ":" ws value ("," ws string ":" ws value)*)? "}" ws
+list ::= "[" ws (value ("," ws value)*)? "]" ws
+value ::= object | list | string | number | ("true" | "null") ws
+string ::= "\"" ([^"\\] | "\\" (["\\nrt] | "u" [0-9a-f]{4}))* "\"" ws
+number ::= "-"? ([0-9] | [1-9] [0-9]{0,15}) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
+ws ::= | " " | "\n" [ \t]{0,20}
+"""
 GOOD = [
+    JSON,
     'root ::= "yes" | "no"',
     "root  ::= [a-z]+ # comment\nother ::= root\n",
     'root ::= ("a"*)*',
@@ -21,8 +32,12 @@ GOOD = [
     "root ::= <[3]> !<think> .",
     'root ::= "(" root ")" | "x"',
     "root ::= " + "(" * 100 + '"a"' + ")" * 100,
-    'root ::= "a"{0,2000} [0-9]{2000} x{50} x{0,50}\nx ::= "b"+',
+    'root ::= "a"{0,2000} [0-9]{2000} x{50} x{0,50}\nx ::= "b"',
     'root ::= ("a"?){8} "b" ("a"?){8}',
+    "root ::= [ ]* ws ws\nws ::= [ \\t\\n]*",
+    'root ::= ("ab" | "a" "c" | "b")* " " [a-z]{0,100} [a-z]{0,100}',
+    'root ::= v\nv ::= "(" v ")" | "[" (v ("," v)*)? "]" | ["] ([^"\\x5c] | "\\x5c" .)* ["] | [0-9]+ ("." [0-9]+)?',
+    "root ::= (" + " | ".join(f'"a{i}"' for i in range(300)) + ")*",
     "root ::= x x x\nx ::= [a-z] " + '"a"? ' * 10 + '| ""',
 ]
 BAD = [
@@ -60,6 +75,15 @@ BAD = [
     ("root ::= " + f'"{"a" * 2000}"' + "{1000}", str(MAX_ELEMENTS)),
     ("root ::= " + " ".join(["(.)"] * 5000), "rules"),
     ("root ::= " + '"a"' * 100_000, "characters"),
+    ("root ::= ([a-z]* [a-z]*)*", "ambiguous"),
+    ('root ::= x{0,50}\nx ::= "b"+', "ambiguous"),
+    ('root ::= ("b"+)* "!"', "ambiguous"),
+    ('root ::= "x" y "z"\ny ::= ([a-z] | "b" | "bc")+', "ambiguous"),
+    ("root ::= .* [^x]* [a-z]* [b-d]*", "ambiguous"),
+    ("root ::= w w w w\nw ::= [ \\t]* | [\\n]", "ambiguous"),
+    ("root ::= [a-z]{0,500} [a-z]{0,500} [a-z]{0,500}", "ambiguous"),
+    ('root ::= "a" root "a" | "a"', "ambiguous"),
+    ('root ::= x\nx ::= "a" x y | "a"\ny ::= "a" y x | "a"', "ambiguous"),
 ]
 
 

@@ -80,7 +80,8 @@ class TestKeys:
     @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE", "TRACE", "BREW"])
     @pytest.mark.parametrize(
         "path", ["//v1/models", "/v1%2fmodels", "/V1/models", "/v1/models/", "/", "/health/", "/health/../v1/models",
-                 "/%68ealth", "/health%2f..%2fmetrics", "/docs", "/openapi.json", "/health;x", "/metrics"]
+                 "/%68ealth", "/health%2f..%2fmetrics", "/docs", "/openapi.json", "/health;x", "/metrics",
+                 "/models/", "//models", "/Models", "/chat/completions/", "//chat/completions", "/chat%2fcompletions"]
     )  # fmt: skip
     def test_another_spelling_opens_nothing(self, method: str, path: str) -> None:
         (response,) = asked(app_of(), (method, path, {"json": {}}))

@@ -275,3 +275,54 @@ def test_health_says_that_the_first_model_is_loaded_and_waits_for_nothing() -> N
             assert response.json() == {"status": "ok"}
 
     run(go())
+
+
+def test_a_first_load_that_fails_for_an_unknown_reason_is_tried_again_by_the_next_request() -> None:
+    async def go() -> None:
+        loader = FakeLoader()
+        loader.faults["path"] = KeyError("/secret/path")
+        failed: list[BaseException] = []
+        app = app_of(loader=loader, on_failed_start=failed.append)
+        async with client_of(app, started=False) as client:
+            while (found := await client.get("/health")).json() == {"status": "loading model"}:
+                await asyncio.sleep(0.001)
+            why = "the model 'm' could not be loaded (KeyError); the server's log says why"
+            assert (found.status_code, found.json()) == (503, {"status": "error", "error": why})
+            found = await client.post("/tokenize", json={"content": "x"})
+            assert (found.status_code, found.json()["error"]["message"]) == (500, why)
+            assert loader.count("load") == 2
+            assert not failed
+            del loader.faults["path"]
+            assert await used(app.state.host) == "m"
+            assert (await client.get("/health")).json() == {"status": "ok"}
+            assert loader.count("load") == 3
+
+    run(go())
+
+
+def test_a_first_load_that_cannot_succeed_is_told_to_who_started_the_server() -> None:
+    async def go() -> None:
+        loader = FakeLoader()
+        loader.faults["path"] = fault = GGUFError("truncated", "/secret/m", 3, "header", "cut")
+        failed: list[BaseException] = []
+        async with client_of(app_of(loader=loader, on_failed_start=failed.append), started=False) as client:
+            while not failed:
+                await asyncio.sleep(0.001)
+            assert failed == [fault]
+            assert "secret" not in (await client.get("/health")).text
+
+    run(go())
+
+
+def test_with_any_model_every_name_is_one() -> None:
+    async def go() -> None:
+        host = ModelHost(MODELS, FakeLoader(), any_model=True)
+        assert [await used(host, name) for name in (None, "gpt-4o", "b", "a")] == ["a", "a", "b", "a"]
+        await host.close()
+        other = ModelHost([(f"m{i}", "p") for i in range(20)], FakeLoader())
+        with pytest.raises(HttpProblem, match=r"'gpt-4o', only m0, .*m7, \.\.\.; .*any_model") as caught:
+            await used(other, "gpt-4o")
+        assert caught.value.status == 404
+        await other.close()
+
+    run(go())

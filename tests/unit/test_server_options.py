@@ -42,12 +42,14 @@ SOURCES: dict[str, tuple[Any, str, list[str]]] = {
     "api_key_file": ("f", '"f"', ["--api-key-file", "f"]),
     "allowed_hosts": (["a", "b"], '["a", "b"]', ["--allowed-host", "a", "--allowed-hosts", "b"]),
     "public_without_key": (True, "true", ["--public-without-key"]),
+    "any_model": (True, "true", ["--any-model"]),
     "memory_budget": (3 << 29, '"1.5G"', ["--memory-budget", "1.5 GiB"]),
     "model_idle_s": (60, "60", ["--model-idle", "60"]),
     "session_directory": ("d", '"d"', ["--session-directory", "d"]),
     "session_quota": (5000, "5000", ["--session-quota", "5000"]),
     "max_choices": (3, "3", ["--max-choices", "3"]),
     "max_body_bytes": (1 << 20, '"1M"', ["--max-body-bytes", "1048576"]),
+    "max_bodies_bytes": (1 << 24, '"16M"', ["--max-bodies-bytes", "16 MiB"]),
     "max_connections": (7, "7", ["--max-connections", "7"]),
     **{
         name: (1.5, "1.5", ["--" + name.replace("_", "-"), "1.5"])
@@ -168,6 +170,7 @@ def test_what_cannot_go_together_is_refused_naming_both(values: dict[str, Any]) 
     [("port", -1), ("port", True), ("port", "80"), ("max_body_bytes", "many"), ("memory_budget", 0), ("host", ""),
      ("header_timeout_s", 0), ("header_timeout_s", float("nan")), ("allowed_hosts", "a"), ("models", "m"),
      ("models", [("a b", "x")]), ("models", ["m=x", "m=y"]), ("models", []), ("public_without_key", 1),
+    ("any_model", "yes"),
      ("shutdown_grace_s", 60), ("max_choices", 0), ("nothing", 1), ("max_queue", -1)],
 )  # fmt: skip
 def test_a_value_that_cannot_be_is_refused_naming_its_option(name: str, value: Any) -> None:

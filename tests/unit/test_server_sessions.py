@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from server_fakes import FakeLoader, app_of, client_of, run
+from server_fakes import WAIT_S, FakeLoader, app_of, client_of, run
 
 from ggml_engine.errors import InputError, SessionBusyError, UnknownSessionError
 
@@ -173,6 +176,57 @@ def test_requests_count_by_the_route_that_took_them() -> None:  # with every rel
     ):
         line = f'requests_total{{method="{method}",route="{route}",status="{status}"}} 1.0'
         assert f"ggml_engine_{line}" in response.text
+
+
+def test_sessions_and_the_loading_of_models_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    loader = FakeLoader()
+    loader.runtime = runtime = FakeRuntime()
+    loader.engine.executor.bytes_per_cell = 100
+    loader.engine.vocabulary = SimpleNamespace(
+        special_tokens={}, check_tokens=np.array, decode=lambda _tokens, **_options: ""
+    )
+    gate = threading.Event()
+    n_models = 8
+    held: list[str] = []
+
+    def fork(partition: str, source: str, name: str, at: int | None, timeout: float) -> Any:
+        if source == "held":
+            held.append(name)
+            assert gate.wait(WAIT_S)
+        return runtime.info(name)
+
+    runtime.fork = fork  # type: ignore[method-assign]
+    models = ["m=path", *(f"m{i}=path" for i in range(n_models))]
+
+    async def ask() -> None:
+        async with client_of(app_of(loader=loader, models=models, session_directory=str(tmp_path))) as client:
+
+            async def post(path: str, **body: Any) -> Any:
+                response = await client.post(f"/v1/sessions/{path}", json=body)
+                assert response.status_code == 200, response.text
+                return response
+
+            async def until(condition: Any) -> None:
+                while not condition():
+                    await asyncio.sleep(0.001)
+
+            loader.gate.clear()
+            loads = [asyncio.create_task(post("x/fork", name="y", model=f"m{i}")) for i in range(n_models - 1)]
+            await until(lambda: len(loader.events) == n_models)
+            await post("Mine/save", file="one")
+            loader.gate.set()
+            await asyncio.gather(*loads)
+
+            n_threads = len(models) + 8
+            forks = [asyncio.create_task(post("held/fork", name=f"f{i}")) for i in range(n_threads)]
+            await until(lambda: held)
+            other = await client.post("/detokenize", json={"tokens": [], "model": f"m{n_models - 1}"})
+            assert other.status_code == 200, "a model is loaded beside them"
+            gate.set()
+            await asyncio.gather(*forks)
+            assert len(held) == n_threads
+
+    run(ask())
 
 
 def test_two_thousand_bodies_at_random_give_no_5xx() -> None:

@@ -305,6 +305,34 @@ def test_an_engine_that_does_not_end_is_told_of(monkeypatch: pytest.MonkeyPatch)
     loader.close_gate.set()
 
 
+@pytest.mark.parametrize("what", ["session", "work"])
+def test_a_call_in_a_thread_that_does_not_end_is_told_of(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    loader, let_go = FakeLoader(), threading.Event()
+    begun: list[str] = []
+
+    def hang(*_arguments: object, **_options: object) -> None:
+        begun.append(what)
+        let_go.wait(2 * WAIT_S)
+
+    async def work(request: Request) -> Response:
+        await asyncio.to_thread(hang)
+        return JSONResponse({})
+
+    loader.runtime.fork = hang
+    monkeypatch.setattr(jobs, "routes", lambda: [Route("/work", work, methods=["POST"])])
+    data = post("/work") if what == "work" else post("/v1/sessions/a/fork", b'{"name": "b"}')
+    try:
+        with ExitStack() as stack, running(jobs, loader, monkeypatch) as server:
+            wait_for(lambda: server.health() == 200, "the model is loaded")
+            stack.enter_context(server.connect()).sendall(data)
+            wait_for(lambda: begun == [what], "it runs")
+        assert not server.server.is_whole
+    finally:
+        let_go.set()
+
+
 @pytest.mark.parametrize("grace", [0, 2.5])
 def test_the_end_takes_less_than_five_seconds_whatever_hangs(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch, grace: float

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from ggml_engine.chat.tools import Grammar, Tool, ToolChoice, read_tool_choice, read_tools
 from ggml_engine.errors import InputError
+from ggml_engine.ggml.lazy_grammar import LazyGrammar, Trigger
 
 from .parser import ReplyParser
 
@@ -43,6 +44,8 @@ class ToolFormat:
     marks: ClassVar[tuple[str, ...]] = ()
     end_texts: ClassVar[tuple[str, ...]] = ()
     short_ids: ClassVar[bool] = False
+    _hides_calls: ClassVar[bool] = True  # marks of calls are text among the thoughts
+    _thinks_anywhere: ClassVar[bool] = False
 
     @property
     def visible_tokens(self) -> tuple[str, ...]:
@@ -90,6 +93,49 @@ class ToolFormat:
         if self.reasoning is not None and (reasoning or is_open):
             return grammar.text(f"{self._thoughts(grammar, self.reasoning, is_open)} {calls}")
         return grammar.text(calls)
+
+    def lazy_grammar(
+        self, tools: Tools, *, parallel: bool = False, reasoning: bool = True, prompt_end: str = ""
+    ) -> LazyGrammar:
+        """What holds a model that may call to a call, once it has begun one: the choice `auto`.
+
+        The text is free up to the mark of a call; then come a call of a tool, with arguments by its schema, more
+        calls with `parallel`, and the end. `reasoning` as for `parser`. Arguments by a schema that cannot be obeyed
+        are free: a JSON object, or what the format has instead. Raises InputError where there are no tools.
+        """
+        given = read_tools(tools)
+        if not given:
+            raise InputError("a grammar holds a model to a call, and no tool may be called")
+        grammar = Grammar()
+        triggers = self._triggers(grammar, [self._obeyable(tool) for tool in given], parallel)
+        is_open = self.opens_reasoning(prompt_end)
+        thoughts = self.reasoning if self._hides_calls and (reasoning or is_open) else None
+        return LazyGrammar(
+            grammar.rules,
+            tuple(triggers),
+            thoughts=thoughts,
+            is_thinking=is_open and thoughts is not None,
+            thoughts_anywhere=self._thinks_anywhere,
+        )
+
+    def _obeyable(self, tool: Tool) -> Tool:
+        """The tool, or one of its name that takes anything where its schema cannot be obeyed."""
+        try:
+            self._arguments_rule(Grammar(), tool)
+        except InputError:
+            return Tool(tool.name, tool.description, self._any_parameters(tool))
+        return tool
+
+    def _arguments_rule(self, grammar: Grammar, tool: Tool) -> object:
+        """Adds what the tool's arguments need to the grammar; InputError for a schema that cannot be obeyed."""
+        return grammar.arguments(tool, "arguments")
+
+    def _any_parameters(self, tool: Tool) -> Mapping[str, Any]:  # noqa: ARG002 - for formats that name parameters
+        return {"type": "object"}
+
+    def _triggers(self, grammar: Grammar, tools: Sequence[Tool], parallel: bool) -> Sequence[Trigger]:
+        """What begins a call, and for each the rule of what follows it."""
+        raise NotImplementedError
 
     def _parser(self, tools: Sequence[Tool], reasoning: ReasoningMarks | None, is_open: bool) -> ReplyParser:
         raise NotImplementedError

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Final
 
 from ggml_engine.chat.tools import Grammar, Tool
+from ggml_engine.ggml.lazy_grammar import Trigger
 
-from . import gemma, gpt_oss, hermes, llama3, mistral
+from . import gemma, gemma_grammar, gpt_oss, hermes, llama3, mistral
 from .format import ReasoningMarks, ToolFormat
 from .parser import ReplyParser, random_id
 
@@ -17,10 +18,25 @@ def _names(tools: Sequence[Tool]) -> list[str]:
     return [tool.name for tool in tools]
 
 
+_COLON: Final = '": '
+
+
 def _bare_calls(grammar: Grammar, tools: Sequence[Tool]) -> str:
     return grammar.json_calls(
         tools, lambda name: grammar.literal(f'{{"name": "{name}", "parameters": '), grammar.literal("}")
     )
+
+
+def _named_calls(
+    grammar: Grammar, tools: Sequence[Tool], kind: str, rest: str, begin: tuple[str, ...] = ()
+) -> Iterator[Trigger]:
+    """Bare JSON is a call where it names a tool: that begins it. `_bare_calls` has made the rules of arguments."""
+    middle = rf'" "? ", \"" ("parameters" | "arguments") {grammar.literal(_COLON)}'
+    for index, tool in enumerate(tools):
+        rule = grammar.add(f"{kind}-{index}", f"{middle} tool-{index} {grammar.literal('}')} {rest}")
+        name = ('"name"', ":", f'"{tool.name}"')
+        for before in (("{",), ("{", '"type"', ":", '"function"', ",")):
+            yield Trigger((*begin, *before, *name), rule, at_start=not begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +50,19 @@ class HermesFormat(ToolFormat):
         return hermes.HermesParser(_names(tools), reasoning=reasoning, is_open=is_open)
 
     def _calls(self, grammar: Grammar, tools: Sequence[Tool], parallel: bool) -> str:
-        call = grammar.json_calls(
+        return grammar.repeated(f"{grammar.literal(hermes.CALL_BEGIN)} {self._inside(grammar, tools)}", "\n", parallel)
+
+    def _triggers(self, grammar: Grammar, tools: Sequence[Tool], parallel: bool) -> Sequence[Trigger]:
+        rest = grammar.repeated_after(self._inside(grammar, tools), "\n", hermes.CALL_BEGIN, parallel)
+        return [Trigger((hermes.CALL_BEGIN,), grammar.add("rest", rest))]
+
+    def _inside(self, grammar: Grammar, tools: Sequence[Tool]) -> str:
+        """The rule of what stands behind the opening tag, with the closing one."""
+        return grammar.json_calls(
             tools,
-            lambda name: grammar.literal(f'{hermes.CALL_BEGIN}\n{{"name": "{name}", "arguments": '),
+            lambda name: r'"\n"? ' + grammar.literal(f'{{"name": "{name}", "arguments": '),
             grammar.literal(f"}}\n{hermes.CALL_END}"),
         )
-        return grammar.repeated(call, "\n", parallel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +75,21 @@ class Qwen3CoderFormat(HermesFormat):
         schemas = {tool.name: tool.parameters for tool in tools}
         return hermes.Qwen3CoderParser(schemas, reasoning=reasoning, is_open=is_open)
 
-    def _calls(self, grammar: Grammar, tools: Sequence[Tool], parallel: bool) -> str:
+    def _triggers(self, grammar: Grammar, tools: Sequence[Tool], parallel: bool) -> Sequence[Trigger]:
+        found = list(super(Qwen3CoderFormat, self)._triggers(grammar, tools, parallel))
+        rest = grammar.repeated_after("function", "\n", f"{hermes.CALL_BEGIN}\n{hermes.FUNCTION}", parallel)
+        return [*found, Trigger((hermes.FUNCTION,), grammar.add("rest-of-function", rest))]
+
+    def _inside(self, grammar: Grammar, tools: Sequence[Tool]) -> str:
         calls = [hermes.coder_rule(grammar, tool, f"tool-{index}") for index, tool in enumerate(tools)]
-        return grammar.repeated(grammar.any_of("call", calls), "\n", parallel)
+        grammar.any_of("function", calls)
+        return grammar.add("call", rf'"\n"? {grammar.literal(hermes.FUNCTION)} function')
+
+    def _arguments_rule(self, grammar: Grammar, tool: Tool) -> object:
+        return hermes.coder_rule(grammar, tool, "arguments")
+
+    def _any_parameters(self, tool: Tool) -> Mapping[str, Any]:
+        return {"type": "object", "properties": {key: {"type": "string"} for key in hermes.coder_keys(tool)}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +115,12 @@ class Llama3Format(ToolFormat):
     def _calls(self, grammar: Grammar, tools: Sequence[Tool], parallel: bool) -> str:
         return grammar.repeated(_bare_calls(grammar, tools), "; ", parallel)
 
+    def _triggers(self, grammar: Grammar, tools: Sequence[Tool], parallel: bool) -> Sequence[Trigger]:
+        call = _bare_calls(grammar, tools)
+        more = f"({grammar.literal('; ')} {call})*" if parallel else ""
+        tagged = Trigger((llama3.PYTHON_TAG,), grammar.add("tagged", f"{call} {more}"))
+        return [tagged, *_named_calls(grammar, tools, "bare", more)]
+
 
 @dataclass(frozen=True, slots=True)
 class MistralFormat(ToolFormat):
@@ -97,19 +138,24 @@ class MistralFormat(ToolFormat):
         )
 
     def _calls(self, grammar: Grammar, tools: Sequence[Tool], parallel: bool) -> str:
+        return f"{grammar.literal(mistral.TOOL_CALLS)} {self._rest(grammar, tools, parallel)}"
+
+    def _triggers(self, grammar: Grammar, tools: Sequence[Tool], parallel: bool) -> Sequence[Trigger]:
+        return [Trigger((mistral.TOOL_CALLS,), grammar.add("rest", f'" "? {self._rest(grammar, tools, parallel)}'))]
+
+    def _rest(self, grammar: Grammar, tools: Sequence[Tool], parallel: bool) -> str:
+        """The expression of what stands behind the mark."""
         literal = grammar.literal
         identity = grammar.add("id", "[a-zA-Z0-9]{9}")
         if self.has_args:
             between = f"{literal(mistral.CALL_ID)} {identity} " if self.has_ids else ""
-            call = grammar.json_calls(
-                tools, lambda name: f"{literal(mistral.TOOL_CALLS + name)} {between}{literal(mistral.ARGS)}"
-            )
-            return grammar.repeated(call, "", parallel)
-        begin, middle, end = literal(f"{mistral.TOOL_CALLS}["), literal(', "id": "'), literal('"}')
+            call = grammar.json_calls(tools, lambda name: f"{literal(name)} {between}{literal(mistral.ARGS)}")
+            return grammar.repeated_after(call, "", mistral.TOOL_CALLS, parallel)
+        middle, end = literal(', "id": "'), literal('"}')
         call = grammar.json_calls(
             tools, lambda name: literal(f'{{"name": "{name}", "arguments": '), f"{middle} {identity} {end}"
         )
-        return f"{begin} {grammar.repeated(call, ', ', parallel)} {literal(']')}"
+        return f"{literal('[')} {grammar.repeated(call, ', ', parallel)} {literal(']')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +173,24 @@ class GemmaFormat(ToolFormat):
         begin, end = grammar.literal("```tool_call\n"), grammar.literal("\n```")
         return f"{begin} {grammar.repeated(call, chr(10), parallel)} {end}"
 
+    def _triggers(self, grammar: Grammar, tools: Sequence[Tool], parallel: bool) -> Sequence[Trigger]:
+        call = _bare_calls(grammar, tools)
+        more, end = (rf'("\n" {call})*' if parallel else ""), grammar.literal("\n```")
+        fenced = grammar.add("fenced", rf'"\n" {call} {more} {end}')
+        grammar.add("fence-end", f"{more} {end}")
+        return [
+            *(Trigger((fence,), fenced) for fence in gemma.FENCES if fence != gemma.JSON_FENCE),
+            *_named_calls(grammar, tools, "named", "fence-end", (gemma.JSON_FENCE,)),
+            *_named_calls(grammar, tools, "bare", ""),
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class MarkedGemmaFormat(ToolFormat):
-    """Gemma 4, or FunctionGemma: `call:NAME{key:value}` between control tokens.
-
-    Its grammar holds the model to a call of a tool that was given; values are free, since they are no JSON.
-    """
+    """Gemma 4, or FunctionGemma: `call:NAME{key:value}` between control tokens."""
 
     call_marks: gemma.CallMarks = gemma.GEMMA4
+    _thinks_anywhere: ClassVar[bool] = True
     name: ClassVar[str] = "gemma4"
     end_texts: ClassVar[tuple[str, ...]] = ("<|tool_response>", "<start_function_response>")
 
@@ -148,13 +203,22 @@ class MarkedGemmaFormat(ToolFormat):
         return gemma.MarkedGemmaParser(_names(tools), self.call_marks, reasoning=reasoning, is_open=is_open)
 
     def _calls(self, grammar: Grammar, tools: Sequence[Tool], parallel: bool) -> str:
-        values = gemma.value_rules(grammar, self.call_marks)
-        literal = grammar.literal
-        calls = [
-            f"{literal(f'{self.call_marks.begin}call:{tool.name}')} {values} {literal(self.call_marks.end)}"
-            for tool in tools
-        ]
-        return grammar.repeated(grammar.any_of("call", calls), "", parallel)
+        return f"{grammar.literal(self.call_marks.begin)} {self._rest(grammar, tools, parallel)}"
+
+    def _triggers(self, grammar: Grammar, tools: Sequence[Tool], parallel: bool) -> Sequence[Trigger]:
+        return [Trigger((self.call_marks.begin,), grammar.add("rest", self._rest(grammar, tools, parallel)))]
+
+    def _rest(self, grammar: Grammar, tools: Sequence[Tool], parallel: bool) -> str:
+        """The expression of what stands behind the mark of a call."""
+        end = grammar.literal(self.call_marks.end)
+        calls = []
+        for index, tool in enumerate(tools):
+            arguments = gemma_grammar.arguments_rule(grammar, tool, f"tool-{index}", self.call_marks)
+            calls.append(f"{grammar.literal('call:' + tool.name)} {arguments} {end}")
+        return grammar.repeated_after(grammar.any_of("call", calls), "", self.call_marks.begin, parallel)
+
+    def _arguments_rule(self, grammar: Grammar, tool: Tool) -> object:
+        return gemma_grammar.arguments_rule(grammar, tool, "arguments", self.call_marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +235,7 @@ class GptOssFormat(ToolFormat):
         *(gpt_oss.START, gpt_oss.CHANNEL, gpt_oss.CONSTRAIN, gpt_oss.MESSAGE, gpt_oss.END),
     )
     end_texts: ClassVar[tuple[str, ...]] = (gpt_oss.CALL, gpt_oss.RETURN)
+    _hides_calls: ClassVar[bool] = False
 
     def _parser(self, tools: Sequence[Tool], reasoning: ReasoningMarks | None, is_open: bool) -> ReplyParser:  # noqa: ARG002
         return gpt_oss.GptOssParser(_names(tools), is_open=is_open)
@@ -178,6 +243,10 @@ class GptOssFormat(ToolFormat):
     def _calls(self, grammar: Grammar, tools: Sequence[Tool], parallel: bool) -> str:  # noqa: ARG002 - one ends it
         head, tail = f"{gpt_oss.CHANNEL}commentary to={gpt_oss.FUNCTIONS}", f" {gpt_oss.CONSTRAIN}json{gpt_oss.MESSAGE}"
         return grammar.json_calls(tools, lambda name: grammar.literal(head + name + tail))
+
+    def _triggers(self, grammar: Grammar, tools: Sequence[Tool], parallel: bool) -> Sequence[Trigger]:  # noqa: ARG002
+        rule = gpt_oss.header_rule(grammar, tools)
+        return [Trigger(words, rule, at_start) for words, at_start in gpt_oss.HEADERS]
 
     def _thoughts(self, grammar: Grammar, marks: ReasoningMarks, is_open: bool) -> str:
         start = grammar.literal(f"{gpt_oss.START}assistant")

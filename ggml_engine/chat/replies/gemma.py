@@ -10,14 +10,13 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ggml_engine.chat.tools import Grammar
-
 from .literals import PYTHON, Literals
 from .llama3 import KEYS
 from .parser import ReplyParser
 from .reader import MalformedError, Marks, Reading
 
-FENCES: Final = ("```tool_code", "```tool_call", "```json")
+JSON_FENCE: Final = "```json"
+FENCES: Final = ("```tool_code", "```tool_call", JSON_FENCE)
 _FENCE_END: Final = "```"
 _FENCES: Final = Marks(*FENCES)
 _NAME: Final = re.compile(r"[\w.-]+")
@@ -118,13 +117,3 @@ class MarkedGemmaParser(ReplyParser):
         self.end_call()
         yield from self.skip_space()
         yield from self.take(self._marks.end)
-
-
-def value_rules(grammar: Grammar, marks: CallMarks) -> str:
-    """Rules for an object of keys and values as the parser reads it; returns the object's."""
-    text = f"{grammar.literal(marks.quote)} {grammar.until('gemma-text', marks.quote)}"
-    grammar.add("gemma-scalar", '"true" | "false" | "null" | "-"? ("0" | [1-9] [0-9]{0,14}) ("." [0-9]{1,15})?')
-    grammar.add("gemma-value", f"{text} | gemma-scalar | gemma-object | gemma-list")
-    grammar.add("gemma-list", '"[" (gemma-value ("," gemma-value)*)? "]"')
-    grammar.add("gemma-member", '[a-zA-Z0-9_] [a-zA-Z0-9_-]{0,63} ":" gemma-value')
-    return grammar.add("gemma-object", '"{" (gemma-member ("," gemma-member)*)? "}"')

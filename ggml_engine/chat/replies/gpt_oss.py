@@ -7,7 +7,10 @@ the message a call, whose text is JSON; all else is content. (openai/harmony, do
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Final
+
+from ggml_engine.chat.tools import Grammar, Tool
 
 from .parser import ReplyParser
 from .reader import MalformedError, Marks, Reading
@@ -17,6 +20,13 @@ END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 ANALYSIS: Final = ("<|channel|>analysis<|message|>", END)
 FUNCTIONS: Final = "functions."
 _RECIPIENT: Final = " to="
+# what begins a message to a function, and whether only at the start of the reply
+HEADERS: Final = (
+    ((CHANNEL, "commentary", "to="), False),
+    ((CHANNEL, "analysis", "to="), False),
+    ((f"{START}assistant", "to="), False),
+    (("to=",), True),
+)
 _BORDERS: Final = Marks(START, CHANNEL, END, CALL, RETURN)
 _WORDS: Final = re.compile(r"[^<]+")
 _MAX_WORDS, _MAX_MARKS = 256, 8
@@ -69,3 +79,12 @@ class GptOssParser(ReplyParser):
         else:
             channels = _CHANNELS.findall(header)
             self._channel = channels[-1] if channels else ""
+
+
+def header_rule(grammar: Grammar, tools: Sequence[Tool]) -> str:
+    """A rule for what follows `to=`: the function, the channel where it comes here, and the arguments."""
+    literal = grammar.literal
+    channel = f'(" "? {literal(CHANNEL)} ("commentary" | "analysis"))?'
+    kind = f'(" "? {literal(CONSTRAIN)}? "json")? {literal(MESSAGE)}'
+    grammar.add("header", f"{channel} {kind}")
+    return grammar.json_calls(tools, lambda name: f"{literal(FUNCTIONS + name)} header")

@@ -19,11 +19,13 @@ from .reader import MalformedError, Marks, Reading
 
 CALL_BEGIN: Final = "<tool_call>"
 CALL_END: Final = "</tool_call>"
-_FUNCTION: Final = "<function="
+FUNCTION: Final = "<function="
 _VALUE_END: Final = Marks("\n</parameter>", "</parameter>")
 _VALUE_CLOSED: Final = "\n</parameter>\n"
 _NAME: Final = re.compile(r"[^<>\s]+")
 _MAX_NAME: Final = 256
+_KEY: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_MAX_KEYS: Final = 16  # all of them are optional: libllama walks all choices of what comes next
 
 
 class HermesParser(ReplyParser):
@@ -54,14 +56,14 @@ class Qwen3CoderParser(HermesParser):
     `schemas` has the JSON schemas of the tools' parameters by name, for the types of values.
     """
 
-    begins = Marks(CALL_BEGIN, _FUNCTION)
+    begins = Marks(CALL_BEGIN, FUNCTION)
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]], **options: Any) -> None:
         self._schemas = schemas
         super().__init__(schemas, **options)
 
     def _read_inside(self, mark: str) -> Reading[None]:
-        if mark == CALL_BEGIN and (yield from self.expect("{", _FUNCTION)) == "{":
+        if mark == CALL_BEGIN and (yield from self.expect("{", FUNCTION)) == "{":
             yield from self.read_call()
         else:
             yield from self._read_function()
@@ -121,7 +123,7 @@ def _as_json(text: str) -> str:
 
 
 def coder_rule(grammar: Grammar, tool: Tool, name: str) -> str:
-    """A rule for a call in Qwen3-Coder's markup; InputError for a schema that cannot be obeyed."""
+    """A rule for what follows `<function=` of a call; InputError for a schema that cannot be obeyed."""
     if tool.parameters:
         grammar.arguments(tool, f"{name}-json")  # refuses what cannot be obeyed, as for the other formats
     required = tool.parameters.get("required", ())
@@ -137,8 +139,15 @@ def coder_rule(grammar: Grammar, tool: Tool, name: str) -> str:
             expression = _bare(grammar, schema) or grammar.schema({**schema, **definitions}, value)
             body = f"{expression} {grammar.literal(_VALUE_CLOSED)}"
         values.append(f"{begin} {body}" if key in required else f"({begin} {body})?")
-    begin, end = f"{CALL_BEGIN}\n{_FUNCTION}{tool.name}>\n", f"</function>\n{CALL_END}"
+    begin, end = f"{tool.name}>\n", f"</function>\n{CALL_END}"
     return grammar.add(name, " ".join([grammar.literal(begin), *values, grammar.literal(end)]))
+
+
+def coder_keys(tool: Tool) -> list[str]:
+    """The names of parameters that can be written in the markup, whatever else is wrong with their schema."""
+    properties = tool.parameters.get("properties")
+    names = properties if isinstance(properties, Mapping) else ()
+    return [key for key in names if isinstance(key, str) and _KEY.fullmatch(key)][:_MAX_KEYS]
 
 
 def _bare(grammar: Grammar, schema: Any) -> str | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 from ggml_engine.errors import InputError
@@ -25,6 +27,11 @@ class Grammar:
     def text(self, root: str) -> str:
         """The grammar, which begins with this expression."""
         return "\n".join([f"root ::= {root}", *self._rules]) + "\n"
+
+    @property
+    def rules(self) -> str:
+        """The rules, without one to begin with."""
+        return "\n".join(self._rules) + "\n"
 
     @staticmethod
     def literal(text: str) -> str:
@@ -48,6 +55,12 @@ class Grammar:
         between = f"{self.literal(separator)} " if separator else ""
         return f"{expression} ({between}{expression})*"
 
+    def repeated_after(self, expression: str, separator: str, mark: str, is_parallel: bool) -> str:
+        """As `repeated`, for what stands behind a mark, behind the first one."""
+        if not is_parallel:
+            return expression
+        return f"{expression} ({self.literal(separator + mark)} {expression})*"
+
     def json_calls(self, tools: Sequence[Tool], begin: Callable[[str], str], end: str = "") -> str:
         """A rule for a call of one of the tools: the expression `begin` gives for its name, arguments, and `end`."""
         calls = [
@@ -67,15 +80,13 @@ class Grammar:
 
     def schema(self, schema: dict[str, Any], name: str) -> str:
         """A rule for the JSON that a schema allows."""
-        # libllama's converter, and with it the native libraries: only who asks for a grammar needs them
-        from ggml_engine.ggml.json_schema import schema_to_grammar  # noqa: PLC0415
 
         def renamed(match: re.Match[str]) -> str:
             if match[1] is None:
                 return match[0]
             return name if match[1] == "root" else f"{name}-{match[1]}"
 
-        self._rules.append(_TOKEN.sub(renamed, schema_to_grammar(schema)).strip())
+        self._rules.append(_TOKEN.sub(renamed, _converted(json.dumps(schema))).strip())
         return name
 
     def until(self, name: str, mark: str) -> str:
@@ -96,6 +107,14 @@ class Grammar:
             options.append(f"[^{_in_class(others)}] {name}-0")
             self.add(f"{name}-{n_matched}", " | ".join(options))
         return f"{name}-0"
+
+
+@lru_cache(maxsize=64)  # the tools of a conversation come with each of its requests
+def _converted(schema: str) -> str:
+    # libllama's converter, and with it the native libraries: only who asks for a grammar needs them
+    from ggml_engine.ggml.json_schema import schema_to_grammar  # noqa: PLC0415
+
+    return schema_to_grammar(schema)
 
 
 def _n_matched(mark: str, text: str) -> int:

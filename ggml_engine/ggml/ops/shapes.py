@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ggml_engine.ggml.library import ffi
 from ggml_engine.ggml.ops.graph_context import GraphContext
-from ggml_engine.ggml.ops.tensors import FLOAT_TYPES, Tensor, require, require_countable, wrap
+from ggml_engine.ggml.ops.tensors import FLOAT_TYPES, Tensor, refusal, require, require_countable, wrap
 from ggml_engine.ggml.tensor_types import TensorType
 
 
@@ -16,27 +15,44 @@ class ShapeOps(GraphContext):
 
     def reshape(self, a: Tensor, *ne: int, name: str = "") -> Tensor:
         """The same elements under a shape of one to four dimensions."""
-        require(a.is_contiguous, "reshape", "a contiguous tensor is needed", a)
-        require(1 <= len(ne) <= 4 and all(n > 0 for n in ne), "reshape", f"bad shape {ne}", a)
-        require(math.prod(ne) == a.n_elements, "reshape", f"{ne} has another number of elements", a)
-        require(ne[0] % a.type.block_size == 0, "reshape", f"rows of {ne[0]} do not fill blocks", a)
+        if not a.is_contiguous:
+            raise refusal("reshape", "a contiguous tensor is needed", a)
+        if not (1 <= len(ne) <= 4 and min(ne) > 0):
+            raise refusal("reshape", f"bad shape {ne}", a)
+        if math.prod(ne) != a.n_elements:
+            raise refusal("reshape", f"{ne} has another number of elements", a)
+        if ne[0] % a.type.block_size:
+            raise refusal("reshape", f"rows of {ne[0]} do not fill blocks", a)
         base = self.base
         makers = (base.ggml_reshape_1d, base.ggml_reshape_2d, base.ggml_reshape_3d, base.ggml_reshape_4d)
         return self._named(makers[len(ne) - 1](self._room("reshape", a), a.ptr, *ne), name)
 
     def view(self, a: Tensor, ne: tuple[int, ...], strides: tuple[int, ...], offset: int, name: str = "") -> Tensor:
         """Part of a tensor: 1 to 4 dimensions `ne`, strides in bytes of dimensions 1 and up, offset in bytes."""
-        require(1 <= len(ne) <= 4 and len(strides) == len(ne) - 1, "view", f"bad shape {ne}, strides {strides}", a)
-        require(all(n > 0 for n in ne) and all(s > 0 for s in strides) and offset >= 0, "view", "negative", a)
-        require(ne[0] % a.type.block_size == 0, "view", f"rows of {ne[0]} do not fill blocks", a)
-        last = offset + a.type.row_bytes(ne[0])
-        last += sum((n - 1) * stride for n, stride in zip(ne[1:], strides, strict=True))
-        require(last <= a.span_bytes, "view", f"ends at byte {last} of {a.span_bytes}", a)
+        kind = a.type
+        if not (1 <= len(ne) <= 4 and len(strides) == len(ne) - 1):
+            raise refusal("view", f"bad shape {ne}, strides {strides}", a)
+        if min(*ne, *strides, 1) <= 0 or offset < 0:
+            raise refusal("view", "negative", a)
+        if ne[0] % kind.block_size:
+            raise refusal("view", f"rows of {ne[0]} do not fill blocks", a)
+        row = kind.row_bytes(ne[0])
+        last = offset + row
+        n_rows = 1
+        for n, stride in zip(ne[1:], strides, strict=True):
+            last += (n - 1) * stride
+            n_rows *= n
+        if last > a.span_bytes:
+            raise refusal("view", f"ends at byte {last} of {a.span_bytes}", a)
         # ggml counts a view as if its rows did not overlap, from the first byte of the tensor that holds the data
-        packed = a.ptr.view_offs + offset + a.type.row_bytes(ne[0]) * math.prod(ne[1:])
-        held = a if a.ptr.view_src == ffi.NULL else wrap(a.ptr.view_src)
-        require(packed <= held.span_bytes, "view", f"its rows overlap too far: {packed} of {held.span_bytes} bytes", a)
-        require(all(s % a.type.block_bytes == 0 for s in (*strides, offset)), "view", "unaligned stride or offset", a)
+        source = a.ptr.view_src
+        packed = (a.ptr.view_offs if source else 0) + offset + row * n_rows
+        held = wrap(source) if source else a
+        if packed > held.span_bytes:
+            raise refusal("view", f"its rows overlap too far: {packed} of {held.span_bytes} bytes", a)
+        unit = kind.block_bytes
+        if any(n % unit for n in (offset, *strides)):
+            raise refusal("view", "unaligned stride or offset", a)
         makers = (self.base.ggml_view_1d, self.base.ggml_view_2d, self.base.ggml_view_3d, self.base.ggml_view_4d)
         make = makers[len(ne) - 1]
         return self._named(make(self._room("view", a), a.ptr, *ne, *strides, offset), name)

@@ -70,10 +70,10 @@ class Tensor:
     @property
     def span_bytes(self) -> int:
         """Bytes from the first element to one past the last."""
-        if self.type.block_size == 1:
-            return self.type.block_bytes + sum((n - 1) * stride for n, stride in zip(self.ne, self.nb, strict=True))
-        rows = sum((n - 1) * stride for n, stride in zip(self.ne[1:], self.nb[1:], strict=True))
-        return self.type.row_bytes(self.ne[0]) + rows
+        (n0, n1, n2, n3), (b0, b1, b2, b3) = self.ne, self.nb
+        kind = self.type
+        row = kind.block_bytes + (n0 - 1) * b0 if kind.block_size == 1 else kind.row_bytes(n0)
+        return row + (n1 - 1) * b1 + (n2 - 1) * b2 + (n3 - 1) * b3
 
     def __repr__(self) -> str:
         return f"{self.name or 'tensor'} {self.type.name} {list(self.ne)}"
@@ -88,8 +88,13 @@ def wrap(ptr: Any) -> Tensor:
 
 def require(condition: bool, operation: str, reason: str, *tensors: Tensor) -> None:
     if not condition:
-        shown = ", ".join(repr(tensor) for tensor in tensors)
-        raise GraphError(f"{operation}: {reason} (given: {shown})" if shown else f"{operation}: {reason}")
+        raise refusal(operation, reason, *tensors)
+
+
+def refusal(operation: str, reason: str, *tensors: Tensor) -> GraphError:
+    """What `require` raises; by itself where an operation is made often, since the text costs more than the check."""
+    shown = ", ".join(repr(tensor) for tensor in tensors)
+    return GraphError(f"{operation}: {reason} (given: {shown})" if shown else f"{operation}: {reason}")
 
 
 def require_countable(operation: str, ne: tuple[int, ...]) -> None:

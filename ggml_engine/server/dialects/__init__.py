@@ -13,10 +13,15 @@ from ggml_engine.server.dialects.responses import responses_endpoint
 
 def routes() -> list[Route]:
     """The endpoints of all dialects, for one server: what it keeps of responses is its own."""
+    responses = responses_endpoint(ResponseStore())
     return [
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
-        Route("/v1/responses", responses_endpoint(ResponseStore()), methods=["POST"]),
+        Route("/v1/responses", responses, methods=["POST"]),
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+        # without /v1: as llama.cpp's clients ask
+        Route("/chat/completions", chat_completions, methods=["POST"]),
+        Route("/completions", completions, methods=["POST"]),
+        Route("/responses", responses, methods=["POST"]),
     ]

@@ -8,12 +8,12 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from ggml_engine.server.bodies import read_json
 from ggml_engine.server.dialects.anthropic_rendering import MessageStream, render_message
 from ggml_engine.server.dialects.anthropic_request import CountRequest, MessagesRequest
 from ggml_engine.server.dialects.rendering import Head
 from ggml_engine.server.dialects.respond import respond
 from ggml_engine.server.dialects.sampling import session_of
-from ggml_engine.server.guard import read_json
 from ggml_engine.server.hosting import use_model
 from ggml_engine.server.prompts import count_prompt
 from ggml_engine.server.validation import validated
@@ -24,8 +24,9 @@ async def messages(request: Request) -> Response:
     body = validated(MessagesRequest, await read_json(request))
     job = body.job(session_of(body.session_id, request.headers))
     model = await use_model(request, job.model)
-    head = Head.new("msg_", model)
-    return await respond(request, model, job, partial(render_message, head), MessageStream(head))
+    head, shows = Head.new("msg_", model), body.shows_thinking
+    whole = partial(render_message, head, shows_thinking=shows)
+    return await respond(request, model, job, whole, MessageStream(head, shows_thinking=shows))
 
 
 async def count_tokens(request: Request) -> Response:

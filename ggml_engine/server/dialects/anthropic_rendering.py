@@ -25,12 +25,12 @@ STOP_REASONS: Final[dict[StopReason, str]] = {
 }
 
 
-def render_message(head: Head, answer: Answer) -> dict[str, Any]:
-    """The whole answer: thinking, text, and calls, as blocks."""
+def render_message(head: Head, answer: Answer, *, shows_thinking: bool = True) -> dict[str, Any]:
+    """The whole answer: thinking (without its text, where that is not to be shown), text, and calls, as blocks."""
     choice = answer.choices[0]
     content: list[dict[str, Any]] = []
     if choice.reasoning:
-        content.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
+        content.append({"type": "thinking", "thinking": choice.reasoning if shows_thinking else "", "signature": ""})
     if choice.content:
         content.append({"type": "text", "text": choice.content})
     for call in choice.calls.values():
@@ -56,8 +56,9 @@ def _fields(head: Head) -> dict[str, Any]:
 class MessageStream:
     """Events of one answer: blocks one after the other, each with its start, deltas and stop."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, *, shows_thinking: bool = True) -> None:
         self._head = head
+        self._shows_thinking = shows_thinking
         self._n_blocks = 0
         self._open: str | None = None
         self._ended: Ended | None = None
@@ -87,7 +88,8 @@ class MessageStream:
                 return self._text(text)
             case ReasoningPart(text=text):
                 opened = self._within("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-                return [*opened, self._delta({"type": "thinking_delta", "thinking": text})]
+                said = [self._delta({"type": "thinking_delta", "thinking": text})] if self._shows_thinking else []
+                return [*opened, *said]
             case ToolCallBegin(id=identifier, name=name):
                 block = {"type": "tool_use", "id": identifier, "name": name, "input": {}}
                 return [*self._close(), *self._within("tool_use", block)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, Final
 
 from ggml_engine.chat.replies import (
@@ -13,7 +14,18 @@ from ggml_engine.chat.replies import (
     ToolCallEnd,
 )
 from ggml_engine.server.dialects.rendering import Frame, Head, openai_usage, token_logprobs
-from ggml_engine.server.events import Answer, Choice, Ended, Event, Finished, Said, StopReason
+from ggml_engine.server.events import (
+    Answer,
+    Begun,
+    Choice,
+    Ended,
+    Event,
+    Finished,
+    Progress,
+    Said,
+    StopReason,
+    Usage,
+)
 from ggml_engine.server.jobs import ChatJob
 
 FINISH_REASONS: Final[dict[StopReason, str]] = {
@@ -71,10 +83,16 @@ class ChatStream:
         self._head = head
         self._job = job
         self._begun: set[int] = set()
+        self._usage = Usage(0)
+        self._since = time.monotonic()
 
     def frames(self, event: Event) -> list[Frame]:
         """The chunks of an event."""
         match event:
+            case Begun(usage=usage):
+                self._usage, self._since = usage, time.monotonic()
+            case Progress(done=done) if self._job.shows_progress:
+                return [(None, {**self._fields(), "choices": [], "prompt_progress": self._progress(done)})]
             case Said(index=index, part=part, logprobs=logprobs):
                 delta = {} if part is None else _delta(part)
                 if delta is None and not logprobs:
@@ -86,6 +104,17 @@ class ChatStream:
             case Finished(usage=usage) if self._job.include_usage:
                 return [(None, {**self._fields(), "choices": [], "usage": openai_usage(usage)})]
         return []
+
+    def _progress(self, n_done: int) -> dict[str, int]:
+        """As llama.cpp's server has it: `total` and `processed` count what was cached, too."""
+        cached = self._usage.cached_tokens
+        elapsed = round((time.monotonic() - self._since) * 1000)
+        return {
+            "total": self._usage.prompt_tokens,
+            "cache": cached,
+            "processed": cached + n_done,
+            "time_ms": elapsed,
+        }
 
     def _opening(self, index: int) -> list[Frame]:
         if index in self._begun:

@@ -18,9 +18,9 @@ from ggml_engine.server.dialects.parts import (
     RefusalPart,
     TemplateFlags,
     check_tools,
-    effort_variables,
+    thinking_of,
 )
-from ggml_engine.server.dialects.sampling import ChoicesField, CountField, SamplingFields, StopField
+from ggml_engine.server.dialects.sampling import ChoicesField, OpenCountField, SamplingFields, StopField
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.jobs import MAX_TOP_LOGPROBS, ChatJob, Message
 from ggml_engine.server.validation import Disabled, Many, NoEffect, Refused, RequestModel, only
@@ -169,13 +169,18 @@ def schema_of(wanted: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -
     return wanted.json_schema.wanted() if isinstance(wanted, JsonSchemaFormat) else None
 
 
+class Prediction(RequestModel):
+    type: Literal["content"]
+    content: Content
+
+
 class ChatRequest(SamplingFields):
     """What a client may say. `max_completion_tokens` and `max_tokens` are the same; one of them is to be given."""
 
     model: str | None = None
     messages: Annotated[Many[AnyMessage], Field(min_length=1)]
-    max_tokens: CountField = None
-    max_completion_tokens: CountField = None
+    max_tokens: OpenCountField = None
+    max_completion_tokens: OpenCountField = None
     stop: StopField = None
     n: ChoicesField = None
     logprobs: bool | None = None
@@ -186,6 +191,9 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: TemplateFlags = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_progress: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -195,12 +203,14 @@ class ChatRequest(SamplingFields):
     prompt_cache_key: NoEffect = None
     prompt_cache_retention: NoEffect = None
     prompt_cache_options: NoEffect = None
+    prediction: Prediction | None = None  # of what the answer may be: it could only make it sooner
+    reasoning_format: Annotated[Any, AfterValidator(only("auto", "deepseek"))] = None
+    parse_tool_calls: Annotated[Any, AfterValidator(only(True))] = None
     store: Disabled = None
     service_tier: Annotated[Any, AfterValidator(only("auto", "default"))] = None
     modalities: Annotated[Any, AfterValidator(only(["text"]))] = None
     verbosity: Annotated[Any, AfterValidator(only("medium"))] = None
     audio: Refused = None
-    prediction: Refused = None
     moderation: Refused = None
     web_search_options: Refused = None
     functions: Refused = None
@@ -214,6 +224,8 @@ class ChatRequest(SamplingFields):
         if self.top_logprobs is not None and not self.logprobs:
             raise HttpProblem(400, "invalid_value", "top_logprobs needs logprobs to be true", "top_logprobs")
         check_stream_options(self.stream, self.stream_options)
+        messages, opening = self._messages()
+        variables, hints = thinking_of(self.reasoning_effort, self.chat_template_kwargs or {})
         choice = self._tool_choice()
         sampler = self.sampler(schema_of(self.response_format))
         tools = [{**tool.function.tool()} for tool in self.tools or []]
@@ -228,17 +240,40 @@ class ChatRequest(SamplingFields):
             session=session,
             stream=bool(self.stream),
             include_usage=bool(self.stream_options and self.stream_options.include_usage),
-            messages=tuple(each.message() for each in self.messages),
+            messages=messages,
             tools=check_tools(tools, choice, sampler, _FORMAT_FIELD),
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls is not False,
-            variables=effort_variables(self.reasoning_effort, self.chat_template_kwargs or {}),
+            variables=variables,
+            hints=hints,
+            opening=opening,
+            shows_progress=bool(self.return_progress),
         )
+
+    def _messages(self) -> tuple[tuple[Message, ...], str]:
+        """The messages, and what the answer begins with: the last of them, where it is to be continued."""
+        messages = [each.message() for each in self.messages]
+        if not self.continue_final_message:
+            if self.add_generation_prompt is False:
+                raise _unfit("add_generation_prompt", "of false needs continue_final_message", "unsupported_parameter")
+            return tuple(messages), ""
+        if self.add_generation_prompt:
+            raise _unfit("continue_final_message", "does not go with add_generation_prompt")
+        last = messages.pop()
+        if last["role"] != "assistant" or not messages:
+            raise _unfit("continue_final_message", "needs a last message of the assistant, after others")
+        if {"tool_calls", "reasoning_content"} & last.keys():
+            raise _unfit("continue_final_message", "continues a text, not calls or reasoning", "unsupported_parameter")
+        return tuple(messages), last["content"]
 
     def _tool_choice(self) -> ToolChoice:
         if isinstance(self.tool_choice, NamedTool):
             return ToolChoice("required", self.tool_choice.function.name)
         return ToolChoice(self.tool_choice or "auto")
+
+
+def _unfit(param: str, why: str, code: str = "invalid_value") -> HttpProblem:
+    return HttpProblem(400, code, f"{param} {why}", param)
 
 
 def check_stream_options(stream: bool | None, options: StreamOptions | None) -> None:

@@ -7,12 +7,12 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ggml_engine.server.bodies import read_json
 from ggml_engine.server.dialects.completions_rendering import CompletionStream, render_completion
 from ggml_engine.server.dialects.completions_request import CompletionRequest
 from ggml_engine.server.dialects.rendering import Head
 from ggml_engine.server.dialects.respond import respond
 from ggml_engine.server.dialects.sampling import session_of
-from ggml_engine.server.guard import read_json
 from ggml_engine.server.hosting import use_model
 from ggml_engine.server.sse import DONE
 from ggml_engine.server.validation import validated

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from ggml_engine.server.dialects.chat_request import ResponseFormat, StreamOptions, check_stream_options, schema_of
-from ggml_engine.server.dialects.sampling import ChoicesField, CountField, SamplingFields, StopField
+from ggml_engine.server.dialects.sampling import ChoicesField, OpenCountField, SamplingFields, StopField
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.jobs import MAX_PROMPTS, MAX_TOP_LOGPROBS, CompletionJob, Prompt
 from ggml_engine.server.validation import NoEffect, Refused, invalid
@@ -40,7 +40,7 @@ class CompletionRequest(SamplingFields):
 
     model: str | None = None
     prompt: Annotated[Any, AfterValidator(_prompts)]
-    max_tokens: CountField = None
+    max_tokens: OpenCountField = None
     stop: StopField = None
     n: ChoicesField = None
     best_of: int | None = None

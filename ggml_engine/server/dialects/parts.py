@@ -14,7 +14,10 @@ from ggml_engine.server.validation import RequestModel, invalid, unsupported
 MAX_TOOLS: Final = 128
 ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-Effort = Literal["none", "minimal", "low", "medium", "high"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+MAX_VARIABLES: Final = 16
+MAX_VARIABLE_CHARS: Final = 1024
+MAX_VARIABLE: Final = 2**53
 
 
 class MediaPart(RequestModel):
@@ -77,14 +80,24 @@ class JsonSchemaFields(RequestModel):
 
 
 def _flags(value: dict[str, Any] | None) -> dict[str, Any]:
-    for name, flag in (value or {}).items():
-        if name != "enable_thinking":
-            raise unsupported(f"has {name!r:.60}: only enable_thinking is supported by this server")
-        if not isinstance(flag, bool):
+    """Variables for the model's own template: plain values. Which names it reads is checked where it is at hand."""
+    flags = {name: flag for name, flag in (value or {}).items() if flag is not None}
+    if len(flags) > MAX_VARIABLES:
+        raise invalid(f"at most {MAX_VARIABLES} variables are possible, {len(flags)} were given")
+    for name, flag in flags.items():
+        if name == "enable_thinking" and not isinstance(flag, bool):
             raise invalid("enable_thinking must be true or false")
-    return value or {}
+        if isinstance(flag, str):
+            if len(flag) > MAX_VARIABLE_CHARS:
+                raise invalid(f"a text has at most {MAX_VARIABLE_CHARS} characters, that of {name!r:.60} {len(flag)}")
+        elif not isinstance(flag, (bool, int, float)):
+            raise unsupported(f"has {name!r:.60}, which is no text, number or truth value: no other is supported")
+        elif not -MAX_VARIABLE <= flag <= MAX_VARIABLE:  # nan, too
+            raise invalid(f"the number of {name!r:.60} must be within 2^53 of 0")
+    return flags
 
 
+_KINDS: Final = {list: "list", dict: "mapping"}
 TemplateFlags = Annotated[dict[str, Any] | None, AfterValidator(_flags)]
 
 
@@ -113,10 +126,10 @@ def check_tools(
     return tuple(tools)
 
 
-def effort_variables(effort: str | None, flags: dict[str, Any]) -> dict[str, Any]:
-    """What a chat template is told of the effort; "none" turns thinking off."""
+def thinking_of(effort: str | None, flags: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Variables and hints for a chat template, of an effort and of flags; "none" turns thinking off."""
     if effort is None:
-        return dict(flags)
+        return dict(flags), {}
     if effort == "none":
-        return {**flags, "enable_thinking": False}
-    return {**flags, "reasoning_effort": effort}
+        return {**flags, "enable_thinking": False}, {}
+    return dict(flags), {"reasoning_effort": effort, "enable_thinking": True}

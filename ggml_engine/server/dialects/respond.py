@@ -66,7 +66,7 @@ async def respond(
     def on_event(event: Event) -> None:
         if isinstance(event, Progress):
             stream.comment(f"prefill {event.done}/{event.total}")
-        elif isinstance(event, Failed):
+        if isinstance(event, Failed):
             stream.fail(event.problem)
         else:
             for name, data in renderer.frames(event):

@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ggml_engine.server.bodies import read_json
 from ggml_engine.server.dialects.rendering import Frame, Head
 from ggml_engine.server.dialects.respond import respond
 from ggml_engine.server.dialects.response_store import ResponseStore
@@ -16,7 +17,6 @@ from ggml_engine.server.dialects.responses_request import ResponseRequest
 from ggml_engine.server.dialects.sampling import session_of
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.events import Answer, Event, Finished
-from ggml_engine.server.guard import read_json
 from ggml_engine.server.hosting import use_model
 from ggml_engine.server.jobs import Message
 from ggml_engine.server.validation import validated
@@ -40,11 +40,12 @@ def responses_endpoint(store: ResponseStore) -> Callable[[Request], Awaitable[Re
                 store.put(partition, head.id, (*earlier, *body.messages(), answered(response["output"])))
 
         def whole(answer: Answer) -> dict[str, Any]:
-            response = render_response(head, echoed, answer)
+            response = render_response(head, echoed, answer, seals_reasoning=body.seals_reasoning)
             keep(response)
             return response
 
-        stream = _KeptStream(ResponseStream(head, echoed), keep)
+        rendered = ResponseStream(head, echoed, seals_reasoning=body.seals_reasoning)
+        stream = _KeptStream(rendered, keep)
         return await respond(request, model, job, whole, stream, render_error=stream.failure)
 
     return responses

@@ -19,15 +19,18 @@ from ggml_engine.chat.replies import (
     ToolCallEnd,
 )
 from ggml_engine.server.dialects.rendering import Frame, Head, new_id, token_logprobs
+from ggml_engine.server.dialects.responses_items import sealed
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.events import Answer, Begun, Choice, Ended, Event, Finished, Said, TokenProbability, Usage
 
 _INCOMPLETE: Final = ("length", "context")
 
 
-def render_response(head: Head, echoed: dict[str, Any], answer: Answer) -> dict[str, Any]:
+def render_response(
+    head: Head, echoed: dict[str, Any], answer: Answer, *, seals_reasoning: bool = False
+) -> dict[str, Any]:
     """The whole response."""
-    stream = ResponseStream(head, echoed)
+    stream = ResponseStream(head, echoed, seals_reasoning=seals_reasoning)
     for event in _events(answer):
         stream.frames(event)
     return stream.response
@@ -51,7 +54,8 @@ def _events(answer: Answer) -> Iterator[Event]:
 class ResponseStream:
     """Events of one response, numbered from 0; `response` is what it has come to."""
 
-    def __init__(self, head: Head, echoed: dict[str, Any]) -> None:
+    def __init__(self, head: Head, echoed: dict[str, Any], *, seals_reasoning: bool = False) -> None:
+        self._seals_reasoning = seals_reasoning
         self._n_events = 0
         self._item: dict[str, Any] | None = None  # the one that is being written
         self._held: list[dict[str, Any]] = []  # probabilities of tokens that are in no text yet
@@ -176,6 +180,8 @@ class ResponseStream:
                 frames.append(self._within("response.output_text.done", **done))
             else:
                 frames.append(self._within("response.reasoning_text.done", text=part["text"]))
+                if self._seals_reasoning:
+                    item["encrypted_content"] = sealed(part["text"])
             frames.append(self._within("response.content_part.done", part=dict(part)))
         item["status"] = status
         frames.append(self._frame("response.output_item.done", output_index=self._index, item=_copy(item)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Field
 
 from ggml_engine.chat.tools import ToolChoice
 from ggml_engine.server.dialects.parts import (
@@ -15,133 +15,18 @@ from ggml_engine.server.dialects.parts import (
     FunctionFields,
     FunctionName,
     JsonSchemaFields,
-    MediaPart,
-    RefusalPart,
     TemplateFlags,
     check_tools,
-    effort_variables,
+    thinking_of,
 )
+from ggml_engine.server.dialects.responses_items import Item, messages_of
 from ggml_engine.server.dialects.sampling import CountField, SamplingFields, StopField
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.jobs import MAX_TOP_LOGPROBS, ChatJob, Message
 from ggml_engine.server.validation import Disabled, Many, NoEffect, Refused, RequestModel, only, unsupported
 
 LOGPROBS = "message.output_text.logprobs"
-
-
-class TextPart(RequestModel):
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-    annotations: NoEffect = None
-    logprobs: NoEffect = None
-    prompt_cache_breakpoint: NoEffect = None
-
-    @property
-    def said(self) -> str:
-        """The text."""
-        return self.text
-
-
-Part = Annotated[TextPart | RefusalPart | MediaPart, Field(discriminator="type")]
-Content = str | Many[Part]
-
-
-def _text(content: Content) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(part.said for part in content)
-
-
-class MessageItem(RequestModel):
-    type: Literal["message"] = "message"
-    role: Literal["user", "system", "developer", "assistant"]
-    content: Content
-    id: NoEffect = None
-    status: NoEffect = None
-    phase: NoEffect = None
-
-
-class CallItem(RequestModel):
-    type: Literal["function_call"]
-    call_id: Annotated[str, Field(min_length=1, max_length=256)]
-    name: FunctionName
-    arguments: str
-    id: NoEffect = None
-    status: NoEffect = None
-    caller: Refused = None
-    namespace: Refused = None
-
-
-class CallOutputItem(RequestModel):
-    type: Literal["function_call_output"]
-    call_id: Annotated[str, Field(min_length=1, max_length=256)]
-    output: Content
-    id: NoEffect = None
-    status: NoEffect = None
-    name: NoEffect = None
-
-
-class ReasoningText(RequestModel):
-    type: Literal["reasoning_text", "summary_text"]
-    text: str
-
-
-class ReasoningItem(RequestModel):
-    type: Literal["reasoning"]
-    id: NoEffect = None
-    summary: Many[ReasoningText] = Field(default_factory=list)
-    content: Many[ReasoningText] | None = None
-    encrypted_content: Refused = None
-    status: NoEffect = None
-
-
-def _kind(item: Any) -> str | None:
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
-    return kind if isinstance(kind, str) else None
-
-
-Item = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[CallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(_kind),
-]
-
-
-def messages_of(items: str | list[Item]) -> list[Message]:
-    """Items as messages: calls and reasoning belong to the assistant's message that they stand beside."""
-    if isinstance(items, str):
-        return [{"role": "user", "content": items}]
-    messages: list[Message] = []
-    for item in items:
-        if isinstance(item, CallOutputItem):
-            messages.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
-        elif isinstance(item, MessageItem) and item.role != "assistant":
-            role = "user" if item.role == "user" else "system"
-            messages.append({"role": role, "content": _text(item.content)})
-        else:
-            _add_to_turn(messages, item)
-    return messages
-
-
-def _add_to_turn(messages: list[Message], item: MessageItem | CallItem | ReasoningItem) -> None:
-    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-    if isinstance(item, CallItem):
-        call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
-        if last is None:
-            messages.append(last := {"role": "assistant", "content": ""})
-        last.setdefault("tool_calls", []).append(call)
-        return
-    if isinstance(item, ReasoningItem):
-        text = "\n".join(each.text for each in item.content or item.summary)
-        if text:
-            messages.append({"role": "assistant", "content": "", "reasoning_content": text})
-        return
-    if last is not None and not last["content"] and "tool_calls" not in last:
-        last["content"] = _text(item.content)
-    else:
-        messages.append({"role": "assistant", "content": _text(item.content)})
+SEALED_REASONING = "reasoning.encrypted_content"
 
 
 class FunctionTool(FunctionFields):
@@ -175,6 +60,8 @@ class Reasoning(RequestModel):
     effort: Effort | None = None
     summary: Annotated[Any, AfterValidator(only("auto"))] = None
     generate_summary: Refused = None
+    context: Annotated[Any, AfterValidator(only("auto"))] = None
+    mode: Annotated[Any, AfterValidator(only("standard"))] = None
 
 
 class StreamOptions(RequestModel):
@@ -183,8 +70,9 @@ class StreamOptions(RequestModel):
 
 def _includes(value: list[str] | None) -> list[str]:
     for each in value or []:
-        if each != LOGPROBS:
-            raise unsupported(f"of {each!r:.80} is not supported by this server, only {LOGPROBS!r}")
+        if each not in (LOGPROBS, SEALED_REASONING):
+            wanted = f"{LOGPROBS!r} and {SEALED_REASONING!r}"
+            raise unsupported(f"of {each!r:.80} is not supported by this server, only {wanted}")
     return value or []
 
 
@@ -210,6 +98,7 @@ class ResponseRequest(SamplingFields):
     stream_options: StreamOptions | None = None
     metadata: dict[str, str] | None = None
 
+    client_metadata: NoEffect = None
     user: NoEffect = None
     safety_identifier: NoEffect = None
     prompt_cache_key: NoEffect = None
@@ -237,6 +126,8 @@ class ResponseRequest(SamplingFields):
         sampler = self.sampler(self._schema())
         tools = [tool.tool() for tool in self.tools or []]
         system: list[Message] = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        effort = self.reasoning.effort if self.reasoning else None
+        variables, hints = thinking_of(effort, self.chat_template_kwargs or {})
         asks_logprobs = LOGPROBS in (self.include or ()) or self.top_logprobs is not None
         return ChatJob(
             model=self.model,
@@ -253,10 +144,14 @@ class ResponseRequest(SamplingFields):
             tools=check_tools(tools, choice, sampler, "text"),
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls is not False,
-            variables=effort_variables(
-                self.reasoning.effort if self.reasoning else None, self.chat_template_kwargs or {}
-            ),
+            variables=variables,
+            hints=hints,
         )
+
+    @property
+    def seals_reasoning(self) -> bool:
+        """Whether items of reasoning are to come with what a client without a memory sends back."""
+        return SEALED_REASONING in (self.include or ())
 
     def messages(self) -> list[Message]:
         """The input as messages, without the instructions, which hold for one response alone."""

@@ -13,7 +13,7 @@ from ggml_engine.ggml.sampler_config import MAX_SEED, SamplerConfig
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.jobs import MAX_CHOICES
 from ggml_engine.server.sessions import SESSION_NAME
-from ggml_engine.server.validation import Many, RequestModel, invalid
+from ggml_engine.server.validation import Many, RequestModel, invalid, only
 
 MAX_STOPS: Final = 16
 MAX_STOP_BYTES: Final = 256
@@ -44,6 +44,22 @@ def _biases(value: dict[str, float] | None) -> dict[int, float]:
     return biases
 
 
+def _none_of_minus_one(value: int | None) -> int | None:
+    return None if value == -1 else value
+
+
+def _seed(value: int | None) -> int | None:
+    if value is not None and not 0 <= value <= MAX_SEED - MAX_CHOICES:
+        raise invalid(f"a seed is 0 to {MAX_SEED - MAX_CHOICES}, or -1 for a random one; it is {value}")
+    return value
+
+
+def _count(value: int | None) -> int | None:
+    if value is not None and not 1 <= value < 1 << 31:
+        raise invalid(f"a number of tokens is 1 to {(1 << 31) - 1}, or -1 for no bound; it is {value}")
+    return value
+
+
 def _session_name(value: str | None) -> str | None:
     if value is not None and not SESSION_NAME.fullmatch(value):
         raise invalid(_NAME_RULE)
@@ -54,6 +70,10 @@ StopField = Annotated[str | Many[str] | None, AfterValidator(_stops)]
 BiasField = Annotated[dict[str, float] | None, AfterValidator(_biases)]
 SessionField = Annotated[str | None, AfterValidator(_session_name)]
 CountField = Annotated[int | None, Field(ge=1, le=2**31 - 1)]
+OpenCountField = Annotated[int | None, AfterValidator(_none_of_minus_one), AfterValidator(_count)]
+"""A number of tokens, or llama.cpp's -1: no bound."""
+SeedField = Annotated[int | None, AfterValidator(_none_of_minus_one), AfterValidator(_seed)]
+"""A seed, or llama.cpp's -1: a random one."""
 ChoicesField = Annotated[int | None, Field(ge=1, le=MAX_CHOICES)]
 
 
@@ -82,11 +102,15 @@ class SamplingFields(RequestModel):
     top_n_sigma: float | None = None
     dynatemp_range: float | None = None
     dynatemp_exponent: float | None = None
-    seed: Annotated[int | None, Field(ge=0, le=MAX_SEED - MAX_CHOICES)] = None
+    seed: SeedField = None
     logit_bias: BiasField = None
     grammar: Annotated[str | None, Field(min_length=1)] = None
     ignore_eos: bool | None = None
     session_id: SessionField = None
+
+    # llama.cpp's, with the values that ask for what is done anyway
+    cache_prompt: Annotated[Any, AfterValidator(only(True))] = None
+    id_slot: Annotated[Any, AfterValidator(only(-1))] = None
 
     def sampler(self, json_schema: dict[str, Any] | None = None) -> SamplerConfig:
         """The sampler that was asked for. Raises HttpProblem (400) that names the field."""
