@@ -253,7 +253,8 @@ _loaded: Libraries | None = None
 def load() -> Libraries:
     """The native libraries, opened at the first call; safe from any thread.
 
-    Their log follows the level that `ggml_engine.native` has at the latest call. Raises LibraryError when they are missing or not a checked version, saying what to install.
+    Their log follows the level that `ggml_engine.native` has at the latest call. Raises LibraryError when they are
+    missing or not a checked version, saying what to install.
     """
     global _loaded  # noqa: PLW0603  # one process has one set of libraries
     with _lock:
