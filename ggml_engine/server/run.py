@@ -24,7 +24,8 @@ import uvicorn
 from ggml_engine.errors import OptionError
 from ggml_engine.server.app import create_app
 from ggml_engine.server.ending import TimeLeft
-from ggml_engine.server.hosting import Loader, ModelHost
+from ggml_engine.server.hosted_model import Loader
+from ggml_engine.server.hosting import ModelHost
 from ggml_engine.server.lifecycle import Lifecycle
 from ggml_engine.server.logs import log
 from ggml_engine.server.options import ServeOptions

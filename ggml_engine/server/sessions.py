@@ -23,10 +23,11 @@ from starlette.routing import Route
 from ggml_engine.control.saved_names import SUFFIX, names_in, path_of
 from ggml_engine.server.bodies import read_json
 from ggml_engine.server.errors import HttpProblem
-from ggml_engine.server.hosting import HostedModel, gib
+from ggml_engine.server.hosted_model import HostedModel, gib
 from ggml_engine.server.validation import RequestModel, validated
 
 SESSION_NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}", re.ASCII)
+NAME_RULE: Final = "a session's name has 1 to 128 characters of A-Z a-z 0-9 . _ - and begins with no dot"
 _WAIT_S: Final = 30.0
 _HEADER_BYTES: Final = 1 << 16  # of a saved file, beside its K/V
 
@@ -34,12 +35,7 @@ _HEADER_BYTES: Final = 1 << 16  # of a saved file, beside its K/V
 def checked_name(name: str, param: str = "name") -> str:
     """A session's name. Raises HttpProblem 400 for what is none."""
     if not SESSION_NAME.fullmatch(name):
-        raise HttpProblem(
-            400,
-            "session_name",
-            "a session's name is 1 to 128 of A-Z, a-z, 0-9, '.', '_' and '-', and does not begin with a dot",
-            param,
-        )
+        raise HttpProblem(400, "session_name", NAME_RULE, param)
     return name
 
 

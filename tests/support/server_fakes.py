@@ -20,7 +20,7 @@ from starlette.routing import Route
 from ggml_engine.errors import CancelledError, EngineError
 from ggml_engine.server.app import ROUTES, create_app
 from ggml_engine.server.bodies import read_json
-from ggml_engine.server.hosting import HostedModel, ModelSize
+from ggml_engine.server.hosted_model import HostedModel, ModelSize
 from ggml_engine.server.options import resolve
 from ggml_engine.server.run import Server
 from ggml_engine.server.signals import Signal
