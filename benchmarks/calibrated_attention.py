@@ -10,7 +10,6 @@ ones are faster. Run it alone on the machine: ggml's threads spin. Nothing is ke
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -18,6 +17,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+from driven import decode_seconds, parser_of, shown
 
 from ggml_engine.bench.driver import Room, TokenIds
 from ggml_engine.bench.ours import OurDriver
@@ -30,16 +30,6 @@ from ggml_engine.models.model import Model, load_model
 _SEQUENCES = 16
 _ROOM = Room(_SEQUENCES * 300 + 4096, _SEQUENCES)
 _STEPS = 8
-
-
-def decode(driver: OurDriver, tokens: TokenIds, history: int) -> float:
-    """Seconds of a step of sequences with a history each."""
-    driver.rewind([history] * tokens.size)
-    driver.decode(tokens)
-    start = time.perf_counter()
-    for _ in range(_STEPS):
-        driver.decode(tokens)
-    return (time.perf_counter() - start) / _STEPS
 
 
 def prefill(driver: OurDriver, tokens: TokenIds) -> float:
@@ -55,7 +45,7 @@ def race(usual: OurDriver, measured: OurDriver, turns: int, seconds: Callable[[O
     pairs = [(seconds(usual), seconds(measured)) for _ in range(turns + 1)][1:]
     ratios = [first / second for first, second in pairs]
     ms = statistics.median(first for first, _ in pairs) * 1e3
-    return f"{ms:9.2f} ms  {statistics.median(ratios):.3f} ({min(ratios):.3f}..{max(ratios):.3f})"
+    return f"{ms:9.2f} ms  {shown(ratios, 3)}"
 
 
 def compare(name: str, model: Model, turns: int) -> None:
@@ -76,7 +66,10 @@ def compare(name: str, model: Model, turns: int) -> None:
             driver.prefill(0, tokens)
             driver.copy(width)
         row = race(
-            first, second, turns, lambda driver, n=width, m=history: decode(driver, tokens_of(random, model, n), m)
+            first,
+            second,
+            turns,
+            lambda driver, n=width, m=history: decode_seconds(driver, tokens_of(random, model, n), m, _STEPS),
         )
         print(f"  decode {width} at {history}".ljust(24) + row, flush=True)
     for n in (128, 512):
@@ -92,10 +85,7 @@ def tokens_of(random: np.random.Generator, model: Model, n: int) -> TokenIds:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="+")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser = parser_of(__doc__, turns=5)
     parser.add_argument("--without-kernel", action="store_true", help="as where nothing was compiled")
     options = parser.parse_args()
     if options.without_kernel:

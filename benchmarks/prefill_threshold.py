@@ -9,14 +9,12 @@ alone on the machine: ggml's threads spin.
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
-import time
 
 import numpy as np
+from driven import decode_seconds, parser_of, shown
 
-from ggml_engine.bench.driver import Room, TokenIds
+from ggml_engine.bench.driver import Room
 from ggml_engine.bench.ours import OurDriver
 from ggml_engine.executor.options import ExecutorOptions
 from ggml_engine.ggml.gguf import GGUFFile
@@ -28,23 +26,10 @@ _PREFIX = 256
 _STEPS = 2
 
 
-def seconds(driver: OurDriver, tokens: TokenIds) -> float:
-    """Of a step, after one that does not count."""
-    driver.rewind([_PREFIX] * tokens.size)
-    driver.decode(tokens)
-    start = time.perf_counter()
-    for _ in range(_STEPS):
-        driver.decode(tokens)
-    return (time.perf_counter() - start) / _STEPS
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="+")
+    parser = parser_of(__doc__, turns=6)
     parser.add_argument("--layouts", default="bf16,q8_0")
     parser.add_argument("--widths", default="2,3,4,6,8,12,16")
-    parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
     prefill_weights.MIN_TOKENS = 1
     widths = list(map(int, options.widths.split(",")))
@@ -61,13 +46,13 @@ def main() -> None:
                 driver.prefill(0, prefix[:_PREFIX])
                 driver.share(width)
             turns = [
-                {layout: seconds(driver, tokens[:width]) for layout, driver in drivers.items()}
+                {layout: decode_seconds(driver, tokens[:width], _PREFIX, _STEPS) for layout, driver in drivers.items()}
                 for _ in range(options.turns + 1)
             ][1:]
             row = f"{name}, {width} tokens: {statistics.median(turn['off'] for turn in turns) * 1e3:.2f} ms"
             for layout in options.layouts.split(","):
                 ratios = [turn["off"] / turn[layout] for turn in turns]
-                row += f"  {layout} {statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})"
+                row += f"  {layout} {shown(ratios, 2)}"
             print(row, flush=True)
 
 

@@ -12,10 +12,10 @@ slowly; and what lies behind the bound of work in large grammars.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from ggml_engine.errors import InputError
+from ggml_engine.ggml.gbnf_rules import Element
 
 MAX_CHARS: Final = 16
 MAX_RUN: Final = 64
@@ -27,19 +27,6 @@ MAX_WRITTEN_OUT: Final = 128  # a longer repetition counts as one without an end
 LONG_SPAN: Final = 8
 MAX_CHOICES: Final = 48  # characters that are tried at one place
 
-
-@dataclass(frozen=True, slots=True)
-class Terminal:
-    """What takes one character: ranges of code points, ends included; tokens are beyond the code points."""
-
-    ranges: tuple[tuple[int, int], ...]
-
-    def takes(self, code: int) -> bool:
-        """Whether it takes the character."""
-        return any(low <= code <= high for low, high in self.ranges)
-
-
-Element = str | Terminal
 Position = tuple[int, int]  # the number of a sequence, and what comes next in it
 Stack = tuple[Position, ...]
 Rules = Mapping[str, Sequence[Sequence[Element]]]

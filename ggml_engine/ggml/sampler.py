@@ -1,7 +1,8 @@
 """`Sampler`: chooses the next token from logits, by libllama's samplers in llama.cpp's order.
 
 Greedy without anything that changes logits is an argmax. Else what changes logits runs first (`_shaping`), then what
-chooses among them (`_chain`): over candidates where that comes to the same (`sampler_needs`), else over whole rows.
+chooses among them (`_chain`): over candidates where that comes to the same (`sampler_needs`), else over whole rows. The
+two are made in `sampler_chains`.
 
 With a grammar, a token is first drawn freely and kept if the grammar allows it; only otherwise is the grammar put to
 all tokens and one drawn again. That is llama.cpp's way: without truncation it gives the same distribution as asking the
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from ggml_engine.errors import ClosedError, ComputeError, InputError, NativeError
 from ggml_engine.ggml.candidates import MAX_CANDIDATES, Candidates, RowNeed, best_of
 from ggml_engine.ggml.library import ffi, load
+from ggml_engine.ggml.sampler_chains import cloned, make_choosing, make_shaping
 from ggml_engine.ggml.sampler_config import MAX_SEED, SamplerConfig
 from ggml_engine.ggml.sampler_grammar import SamplerGrammar, make_grammar
 from ggml_engine.ggml.sampler_needs import need_of
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["Sampler", "SamplerConfig"]
 
 _CANDIDATE: Final = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])  # struct llama_token_data
-_MIROSTAT_M: Final = 100
 _NOTHING_LEFT: Final = "logit bias, penalties and grammar leave no token to choose"
 
 
@@ -96,8 +97,8 @@ class Sampler:
             config.repeat_last_n if config.has_penalties else 0, config.dry_penalty_last_n if config.has_dry else 0
         )
         self._grammar: SamplerGrammar | None = make_grammar(vocabulary, config)
-        self._shaping: Any = self._make_shaping(biases)
-        self._chain: Any = self._make_chain()
+        self._shaping: Any = make_shaping(vocabulary, config, biases)
+        self._chain: Any = make_choosing(vocabulary, config, self.seed)
         self._is_closed = False
 
     # ---- use ----
@@ -162,8 +163,8 @@ class Sampler:
         self._check_open()
         copy: Sampler = object.__new__(Sampler)
         copy.__dict__.update(self.__dict__)
-        copy._shaping = self._cloned(self._shaping)
-        copy._chain = self._cloned(self._chain)
+        copy._shaping = cloned(self._shaping)
+        copy._chain = cloned(self._chain)
         copy._grammar = None if self._grammar is None else self._grammar.clone()
         return copy
 
@@ -256,74 +257,6 @@ class Sampler:
             raise InputError(_NOTHING_LEFT)
         return int(chosen.id)
 
-    # ---- making ----
-
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("the sampler was closed")
-
-    def _cloned(self, part: Any) -> Any:
-        return None if part is None else self._owned(self._llama.llama_sampler_clone(part))
-
-    def _owned(self, part: Any) -> Any:
-        if part == ffi.NULL:
-            raise NativeError("libllama made no sampler")
-        return ffi.gc(part, self._llama.llama_sampler_free)
-
-    def _make_shaping(self, biases: dict[int, float]) -> Any:
-        """What changes logits and has a history; None where nothing does."""
-        parts = []
-        if biases:
-            table = ffi.new("llama_logit_bias[]", [*biases.items()])
-            parts.append(self._llama.llama_sampler_init_logit_bias(self.vocabulary.n_tokens, len(biases), table))
-        if self.config.is_greedy or not self.config.mirostat:
-            parts += self._make_penalties()
-        return self._chained(parts) if parts else None
-
-    def _make_chain(self) -> Any:
-        """What chooses; None where that is the largest logit."""
-        llama, config, n_tokens = self._llama, self.config, self.vocabulary.n_tokens
-        if config.is_greedy:
-            return None
-        if not config.mirostat:
-            return self._chained(self._make_draws())
-        tau, eta = config.mirostat_tau, config.mirostat_eta
-        if config.mirostat == 1:
-            chooser = llama.llama_sampler_init_mirostat(n_tokens, self.seed, tau, eta, _MIROSTAT_M)
-        else:
-            chooser = llama.llama_sampler_init_mirostat_v2(self.seed, tau, eta)
-        return self._chained([llama.llama_sampler_init_temp(config.temperature), chooser])
-
-    def _chained(self, parts: Sequence[Any]) -> Any:
-        chain = self._owned(self._llama.llama_sampler_chain_init(self._llama.llama_sampler_chain_default_params()))
-        for part in parts:
-            self._llama.llama_sampler_chain_add(chain, part)
-        return chain
-
-    def _make_penalties(self) -> list[Any]:
-        llama, config, parts = self._llama, self.config, []
-        if config.has_penalties:
-            amounts = config.repeat_penalty, config.frequency_penalty, config.presence_penalty
-            parts.append(llama.llama_sampler_init_penalties(self.vocabulary.n_tokens, config.repeat_last_n, *amounts))
-        if config.has_dry:
-            texts = [ffi.new("char[]", text.encode()) for text in config.dry_sequence_breakers]
-            parts.append(
-                llama.llama_sampler_init_dry(
-                    *(self.vocabulary.native, config.dry_multiplier, config.dry_base, config.dry_allowed_length),
-                    *(config.dry_penalty_last_n, ffi.new("const char *[]", texts), len(texts)),
-                )
-            )
-        return parts
-
-    def _make_draws(self) -> list[Any]:
-        llama, config = self._llama, self.config
-        return [
-            llama.llama_sampler_init_top_n_sigma(config.top_n_sigma),
-            llama.llama_sampler_init_top_k(config.top_k),
-            llama.llama_sampler_init_typical(config.typical_p, 1),
-            llama.llama_sampler_init_top_p(config.top_p, 1),
-            llama.llama_sampler_init_min_p(config.min_p, 1),
-            llama.llama_sampler_init_xtc(config.xtc_probability, config.xtc_threshold, 1, self.seed),
-            llama.llama_sampler_init_temp_ext(config.temperature, config.dynatemp_range, config.dynatemp_exponent),
-            llama.llama_sampler_init_dist(self.seed),
-        ]

@@ -19,7 +19,8 @@ from ggml_engine.server import basics, dialects, embeddings, sessions, tokens
 from ggml_engine.server.bodies import Bodies
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.guard import Guard, GuardRules
-from ggml_engine.server.hosting import LOAD_ERRORS, Loader, ModelHost
+from ggml_engine.server.hosted_model import LOAD_ERRORS, Loader
+from ggml_engine.server.hosting import ModelHost
 from ggml_engine.server.hosts import HostRule, is_loopback
 from ggml_engine.server.keys import ApiKeys, load_keys
 from ggml_engine.server.lifecycle import Lifecycle
@@ -119,6 +120,7 @@ def create_app(
     app.state.lifecycle = lifecycle
     app.state.started = started
     app.state.bodies = bodies
+    app.state.session_workers = session_workers
     return app
 
 

@@ -14,7 +14,7 @@ from ggml_engine.control.embedding import Embedding
 from ggml_engine.models.pooling import choose_pooling
 from ggml_engine.server.bodies import read_json
 from ggml_engine.server.errors import HttpProblem
-from ggml_engine.server.hosting import HostedModel
+from ggml_engine.server.hosted_model import HostedModel
 from ggml_engine.server.prompt_bytes import check_bytes
 from ggml_engine.server.validation import RequestModel, validated
 

@@ -28,7 +28,7 @@ from ggml_engine.server.events import (
     TokenProbability,
     Usage,
 )
-from ggml_engine.server.hosting import HostedModel
+from ggml_engine.server.hosted_model import HostedModel
 from ggml_engine.server.metrics import Metrics
 from ggml_engine.server.prompts import Prepared
 from ggml_engine.serving.reply import Choice, Reply

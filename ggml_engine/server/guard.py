@@ -26,6 +26,7 @@ from ggml_engine.server.hosts import HostRule
 from ggml_engine.server.keys import ApiKeys, presented_key
 from ggml_engine.server.lifecycle import Lifecycle
 from ggml_engine.server.logs import log_bug, log_request
+from ggml_engine.server.routing import route_of
 
 OPEN_PATHS: Final = frozenset({"/health"})  # everything else needs the key, where there are keys
 _WITH_BODY: Final = frozenset({"POST", "PUT", "PATCH"})
@@ -95,8 +96,7 @@ class _Exchange:
         finally:
             seconds = time.monotonic() - begun
             status = self._status or CLIENT_GONE
-            route = getattr(self._scope.get("route"), "path", "other")
-            self._guard._on_request(route, self._scope["method"], status, seconds)
+            self._guard._on_request(route_of(self._scope), self._scope["method"], status, seconds)
             log_request(self._scope["method"], self._scope["path"], status, seconds, self._request_id)
 
     async def _answer(self) -> None:

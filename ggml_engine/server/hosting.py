@@ -2,7 +2,7 @@
 
 A model is loaded once however many ask for it, in a worker thread; a load that nobody waits for any more is cancelled.
 A model in use, or waited for, is never unloaded. All state belongs to the event loop's thread; what takes long runs in
-threads of the host's own. Does not know how a model is loaded: that is `Loader`.
+threads of the host's own. What a model is, and how it comes to be loaded, is in `hosted_model.py`.
 """
 
 from __future__ import annotations
@@ -13,76 +13,20 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
 from starlette.requests import Request
 
+from ggml_engine.control.machine_memory import give_back
 from ggml_engine.errors import CancelledError, EngineError, OptionError
 from ggml_engine.server.errors import HttpProblem
+from ggml_engine.server.hosted_model import LOAD_ERRORS, HostedModel, Loader, gib
 from ggml_engine.server.logs import log, log_bug
 from ggml_engine.server.workers import Workers
 
 CLOSE_S: Final = 2.0  # for one model to end its work
-LOAD_ERRORS: Final = (EngineError, OSError, MemoryError)  # that a loader is known to raise
 _RETRY_S: Final = 5.0
 _MAX_NAMED: Final = 8  # models in a message
-
-Result = TypeVar("Result")
-
-
-@dataclass(eq=False)
-class HostedModel:
-    """A loaded model: `engine` is an `Engine`, `runtime` the `ServingRuntime` over its runner.
-
-    `facts` holds what others derive from it once, by name. `close` ends it and says whether all was freed.
-    `fingerprint` names what its answers depend on beside a request, "" where that is not known.
-    """
-
-    name: str
-    engine: Any
-    runtime: Any
-    close: Callable[[float], bool]
-    fingerprint: str = ""
-    created: int = field(default_factory=lambda: int(time.time()))
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def fact(self, name: str, make: Callable[[], Result]) -> Result:
-        """`make()`, called once for this model."""
-        if name not in self.facts:
-            self.facts[name] = make()
-        found: Result = self.facts[name]
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSize:
-    """Bytes that a loaded model may come to: its weights, and the K/V of a full cache."""
-
-    weights: int
-    kv: int
-
-    @property
-    def total(self) -> int:
-        """Both."""
-        return self.weights + self.kv
-
-    def __str__(self) -> str:
-        return f"{gib(self.total)} ({gib(self.weights)} of weights, {gib(self.kv)} of K/V)"
-
-
-class Loader(Protocol):
-    """How a model is measured and loaded; both are called in worker threads."""
-
-    def measure(self, path: str) -> ModelSize:
-        """What it may take. Raises EngineError."""
-
-    def load(self, name: str, path: str, cancel: Callable[[], bool]) -> HostedModel:
-        """Load it; `cancel` is asked now and then. Raises EngineError."""
-
-
-def gib(n_bytes: int) -> str:
-    """Bytes for a person."""
-    return f"{n_bytes / (1 << 30):.2f} GiB"
 
 
 @dataclass(eq=False)
@@ -269,7 +213,9 @@ class ModelHost:
         if model is not None:
             log.info("unloading the model %s", slot.name)
             slot.closing = asyncio.create_task(self._close(slot, model))
+            del model
             await asyncio.shield(slot.closing)
+            await self._threads.call(give_back)
 
     async def _close(self, slot: _Slot, model: HostedModel, timeout: float = CLOSE_S) -> bool:
         try:
@@ -298,6 +244,7 @@ class ModelHost:
 
     async def close(self, timeout: float = CLOSE_S) -> bool:
         """End everything; False when something still runs after `timeout` seconds."""
+        until = time.monotonic() + timeout
         self._is_closed = True
         tasks: set[asyncio.Future[Any]] = set()
         for slot in self._slots.values():
@@ -312,9 +259,9 @@ class ModelHost:
         for slot in self._slots.values():
             model, slot.model = slot.model, None
             if model is not None:
-                closings.append(asyncio.create_task(self._close(slot, model, timeout)))
+                closings.append(asyncio.create_task(self._close(slot, model, max(0.0, until - time.monotonic()))))
         if closings:
-            await asyncio.wait(closings, timeout=timeout)
+            await asyncio.wait(closings, timeout=max(0.0, until - time.monotonic()))
         is_whole = all(task.done() for task in tasks) and all(task.done() and task.result() for task in closings)
         self._threads.close()
         return is_whole

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, Final
 
-from ggml_engine.server.hosting import HostedModel, ModelSize
+from ggml_engine.server.hosted_model import HostedModel, ModelSize
 from ggml_engine.server.options import ServeOptions
 
 _LEAST_CELLS: Final = 512

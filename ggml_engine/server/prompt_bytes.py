@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ggml_engine.ggml.token_bytes import TokenBytes, token_bytes
 from ggml_engine.server.errors import HttpProblem
-from ggml_engine.server.hosting import HostedModel
+from ggml_engine.server.hosted_model import HostedModel
 
 
 def check_bytes(model: HostedModel, text: str, n_tokens: int, what: str = "the prompt") -> None:

@@ -14,7 +14,7 @@ from ggml_engine.errors import ContextLengthError, InputError, OptionError
 from ggml_engine.ggml.json_schema import schema_to_grammar
 from ggml_engine.ggml.sampler_config import SamplerConfig
 from ggml_engine.server.errors import HttpProblem
-from ggml_engine.server.hosting import HostedModel
+from ggml_engine.server.hosted_model import HostedModel
 from ggml_engine.server.jobs import ChatJob, CompletionJob, GenerationJob
 from ggml_engine.server.prompt_bytes import check_bytes
 from ggml_engine.server.retained import Spelling, with_retained

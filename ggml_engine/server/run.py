@@ -1,7 +1,8 @@
 """`Server`: listens, serves until a signal or a failed start, and ends in less than five seconds.
 
 The order of the end: no new connections and requests; a short time for what runs; then streams end with an error event,
-what has not begun to answer answers 503; then the models are closed. A second Ctrl-C ends the process at once.
+what has not begun to answer answers 503; then the models are closed. What does not end in its time is left behind
+(`is_whole`). A second Ctrl-C ends the process at once.
 """
 
 from __future__ import annotations
@@ -22,17 +23,22 @@ import uvicorn
 
 from ggml_engine.errors import OptionError
 from ggml_engine.server.app import create_app
-from ggml_engine.server.hosting import Loader, ModelHost
+from ggml_engine.server.ending import TimeLeft
+from ggml_engine.server.hosted_model import Loader
+from ggml_engine.server.hosting import ModelHost
 from ggml_engine.server.lifecycle import Lifecycle
 from ggml_engine.server.logs import log
 from ggml_engine.server.options import ServeOptions
 from ggml_engine.server.transport import Acceptor, ConnectionLimits, Room, ServerProtocol, raise_file_limit
+from ggml_engine.server.workers import Workers, WorkThreads
 
 INTERRUPTED: Final = 130
-_STREAMS_END_S: Final = 0.5
-_REQUESTS_END_S: Final = 0.5
-_LAST_WRITES_S: Final = 0.1
-_MODELS_END_S: Final = 1.2
+_END_S: Final = 4.0  # all of the end, whatever hangs; the rest of five seconds is for a busy machine
+# how much of what is left a step of the end may take; the models get the rest
+_STREAMS_PART: Final = 0.2
+_REQUESTS_PART: Final = 0.25
+_ANSWERS_PART: Final = 0.25
+_LAST_WRITES_S: Final = 0.1  # at most
 _BACKLOG: Final = 2048
 
 OnListening = Callable[[str], object]
@@ -51,6 +57,7 @@ class Server(uvicorn.Server):
         app = create_app(options, loader=loader, on_failed_start=self._fail)
         self._host: ModelHost = app.state.host
         self._lifecycle: Lifecycle = app.state.lifecycle
+        self._session_workers: Workers = app.state.session_workers
         self._on_listening = on_listening
         self._failure: BaseException | None = None
         self.is_whole = True  # whether everything ended
@@ -80,9 +87,17 @@ class Server(uvicorn.Server):
 
     def serve_until_told(self) -> None:
         """Serve; returns after the end, and raises what the first model could not be loaded for."""
-        asyncio.run(self.serve())
+        asyncio.run(self._serve_with_threads())
         if self._failure is not None:
             raise self._failure
+
+    async def _serve_with_threads(self) -> None:
+        threads = WorkThreads()
+        asyncio.get_running_loop().set_default_executor(threads)
+        try:
+            await self.serve()
+        finally:
+            self.is_whole = self.is_whole and not (threads.is_busy or self._session_workers.is_busy)
 
     def stop(self) -> None:
         """End as after a first Ctrl-C; on any thread."""
@@ -113,6 +128,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
         """The end, in the order that the module says."""
         log.info("shutting down")
+        left = TimeLeft(_END_S)
         self._lifecycle.close()
         for server in self.servers:
             server.close()
@@ -120,29 +136,30 @@ class Server(uvicorn.Server):
             connection.shutdown()
         if not await self._lifecycle.drain(self._options.shutdown_grace_s):
             self._lifecycle.end_streams()
-            if not await self._lifecycle.drain(_STREAMS_END_S):
+            if not await self._lifecycle.drain(left.part(_STREAMS_PART)):
                 self._lifecycle.end_all()
-                await self._lifecycle.drain(_REQUESTS_END_S)
-        await self._end_connections()
+                await self._lifecycle.drain(left.part(_REQUESTS_PART))
+        await self._end_connections(left)
         await self.lifespan.shutdown()
-        self.is_whole = await self._host.close(_MODELS_END_S)
+        self.is_whole = await self._host.close(left.part())
         for server in self.servers:
             await server.wait_closed()
 
-    async def _end_connections(self) -> None:
+    async def _end_connections(self, left: TimeLeft) -> None:
         tasks = set(self.server_state.tasks)
         if tasks:  # those that were ended still write their answers
-            await asyncio.wait(tasks, timeout=_REQUESTS_END_S)
+            await asyncio.wait(tasks, timeout=left.part(_ANSWERS_PART))
         connections = list(self.server_state.connections)
         if any(connection.transport.get_write_buffer_size() for connection in connections):
-            await asyncio.sleep(_LAST_WRITES_S)  # one time for all of them: some may never read
+            # one time for all of them: some may never read
+            await asyncio.sleep(min(_LAST_WRITES_S, left.part(_ANSWERS_PART)))
         for connection in connections:
             connection.transport.abort()
-        left = {task for task in tasks if not task.done()}
-        for task in left:
+        late = {task for task in tasks if not task.done()}
+        for task in late:
             task.cancel()
-        if left:
-            await asyncio.wait(left, timeout=_REQUESTS_END_S)
+        if late:
+            await asyncio.wait(late, timeout=left.part(_ANSWERS_PART))
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -21,46 +23,57 @@ from starlette.routing import Route
 from ggml_engine.control.saved_names import SUFFIX, names_in, path_of
 from ggml_engine.server.bodies import read_json
 from ggml_engine.server.errors import HttpProblem
-from ggml_engine.server.hosting import HostedModel, gib
+from ggml_engine.server.hosted_model import HostedModel, gib
 from ggml_engine.server.validation import RequestModel, validated
 
 SESSION_NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}", re.ASCII)
+NAME_RULE: Final = "a session's name has 1 to 128 characters of A-Z a-z 0-9 . _ - and begins with no dot"
 _WAIT_S: Final = 30.0
 _HEADER_BYTES: Final = 1 << 16  # of a saved file, beside its K/V
-
-
-class Fork(RequestModel):
-    """A new name, and how many tokens it shares (None: all)."""
-
-    name: str
-    at: int | None = Field(None, ge=1)
-    model: str | None = None
-
-
-class Rewind(RequestModel):
-    """The position to go back to."""
-
-    to: int = Field(ge=1)
-    model: str | None = None
-
-
-class Stored(RequestModel):
-    """The name of the file; by default that of the session."""
-
-    file: str | None = None
-    model: str | None = None
 
 
 def checked_name(name: str, param: str = "name") -> str:
     """A session's name. Raises HttpProblem 400 for what is none."""
     if not SESSION_NAME.fullmatch(name):
-        raise HttpProblem(
-            400,
-            "session_name",
-            "a session's name is 1 to 128 of A-Z, a-z, 0-9, '.', '_' and '-', and does not begin with a dot",
-            param,
-        )
+        raise HttpProblem(400, "session_name", NAME_RULE, param)
     return name
+
+
+class AboutSession(RequestModel):
+    """The model that the session is of; by default the first."""
+
+    model: str | None = None
+
+
+class Fork(AboutSession):
+    """A new name, and how many tokens it shares (None: all)."""
+
+    name: Annotated[str, AfterValidator(lambda name: checked_name(name))]  # noqa: PLW0108 - pydantic would give its own to `param`
+    at: int | None = Field(None, ge=1)
+
+
+class Rewind(AboutSession):
+    """The position to go back to."""
+
+    to: int = Field(ge=1)
+
+
+class Stored(AboutSession):
+    """The name of the file; by default that of the session."""
+
+    file: str | None = None
+
+
+Body = TypeVar("Body", bound=AboutSession)
+
+
+@asynccontextmanager
+async def _called(request: Request, kind: type[Body]) -> AsyncIterator[tuple[str, Body, HostedModel]]:
+    """The session's name, the body, and the model while it is kept. Raises HttpProblem for what is none of these."""
+    name = checked_name(request.path_params["name"])
+    body = validated(kind, await read_json(request))
+    async with request.state.host.use(body.model) as model:
+        yield name, body, model
 
 
 def _shown(model: HostedModel, info: Any) -> dict[str, Any]:
@@ -89,34 +102,28 @@ async def list_sessions(request: Request) -> Response:
 
 async def fork(request: Request) -> Response:
     """A further session that shares the first tokens of this one, which may be in use."""
-    source = checked_name(request.path_params["name"])
-    body = validated(Fork, await read_json(request))
-    new = checked_name(body.name)
-    async with request.state.host.use(body.model) as model:
+    partition = request.state.partition
+    async with _called(request, Fork) as (name, body, model):
         info = await request.state.session_workers.call(
-            lambda: model.runtime.fork(request.state.partition, source, new, body.at, timeout=_WAIT_S)
+            lambda: model.runtime.fork(partition, name, body.name, body.at, timeout=_WAIT_S)
         )
     return JSONResponse(_shown(model, info))
 
 
 async def rewind(request: Request) -> Response:
     """Go back to a position."""
-    name = checked_name(request.path_params["name"])
-    body = validated(Rewind, await read_json(request))
-    async with request.state.host.use(body.model) as model:
+    partition = request.state.partition
+    async with _called(request, Rewind) as (name, body, model):
         info = await request.state.session_workers.call(
-            lambda: model.runtime.rewind(request.state.partition, name, body.to, timeout=_WAIT_S)
+            lambda: model.runtime.rewind(partition, name, body.to, timeout=_WAIT_S)
         )
     return JSONResponse(_shown(model, info))
 
 
 async def save(request: Request) -> Response:
     """Write it to a file."""
-    name = checked_name(request.path_params["name"])
-    body = validated(Stored, await read_json(request))
-    file = name if body.file is None else body.file
-    async with request.state.host.use(body.model) as model:
-        directory = _directory(request, model.name)
+    async with _called(request, Stored) as (name, body, model):
+        directory, file = _directory(request, model.name), name if body.file is None else body.file
         path = path_of(directory, file)  # before anything is measured
         async with request.state.saving:  # so that two cannot both find room for one
             await request.state.session_workers.call(lambda: _save(request, model, name, directory, file, path))
@@ -140,11 +147,8 @@ def _save(request: Request, model: HostedModel, name: str, directory: Path, file
 
 async def load(request: Request) -> Response:
     """Make what was saved a session of this name, in the place of an idle one."""
-    name = checked_name(request.path_params["name"])
-    body = validated(Stored, await read_json(request))
-    file = name if body.file is None else body.file
-    async with request.state.host.use(body.model) as model:
-        directory = _directory(request, model.name)
+    async with _called(request, Stored) as (name, body, model):
+        directory, file = _directory(request, model.name), name if body.file is None else body.file
         path_of(directory, file)
         info = await request.state.session_workers.call(
             lambda: model.runtime.load(request.state.partition, name, directory, file, timeout=_WAIT_S)

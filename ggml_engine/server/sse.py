@@ -58,7 +58,7 @@ class EventStream(Response):
         dialect = dialect_of(request.url.path)
         self._loop = asyncio.get_running_loop()
         self._on_cancel = on_cancel
-        self._done = done
+        self._last = [] if done is None else [event_text(done)]
         self._render_error = render_error or (
             lambda problem: ("error" if dialect == "anthropic" else None, problem.body(dialect))
         )
@@ -86,13 +86,15 @@ class EventStream(Response):
 
     def finish(self) -> None:
         """The stream is whole: the last event, and the end."""
-        self._end([] if self._done is None else [event_text(self._done)])
+        self._end(self._last)
 
     def fail(self, problem: HttpProblem) -> None:
         """The stream ends with an error: an event that says which, and the last event."""
+        self._end_with(problem)
+
+    def _end_with(self, problem: HttpProblem) -> bool:
         event, data = self._render_error(problem)
-        last = [] if self._done is None else [event_text(self._done)]
-        self._end([event_text(json.dumps(data), event), *last])
+        return self._end([event_text(json.dumps(data), event), *self._last])
 
     def _add(self, text: str) -> bool:
         with self._lock:
@@ -118,9 +120,7 @@ class EventStream(Response):
 
     def _give_up(self, problem: HttpProblem) -> None:
         """End the stream and the generation behind it."""
-        event, data = self._render_error(problem)
-        last = [] if self._done is None else [event_text(self._done)]
-        if self._end([event_text(json.dumps(data), event), *last]):
+        if self._end_with(problem):
             self._on_cancel()
 
     def _wake(self) -> None:

@@ -28,6 +28,7 @@ MAX_HEADER_BYTES: Final = 64 << 10  # of all headers, names and values
 MAX_HEADERS: Final = 100
 MAX_TARGET_BYTES: Final = 8 << 10  # of a request's path and query
 _SEND_BUFFER: Final = 64 << 10  # in the system, for each connection: a reader that stalls is noticed soon
+READ_BYTES: Final = 16 << 10  # taken from a connection at once: in the smallest chunks, some 20 ms of h11's work
 _RETRY_ACCEPT_S: Final = 0.2
 _LINGER_S: Final = 2.0
 _NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -50,10 +51,11 @@ class _Connection(h11.Connection):
         self.refusal = HttpProblem(400, "bad_request", "this is no HTTP/1.1 request")
 
     def next_event(self) -> Any:
+        is_head = self.their_state is h11.IDLE
         try:
             event = super().next_event()
         except h11.RemoteProtocolError as error:
-            if error.error_status_hint == 431:
+            if error.error_status_hint == 431 and is_head:  # else it is a chunk's first line, or what follows the last
                 self._refuse_head()
             raise
         if isinstance(event, h11.Request):
@@ -109,6 +111,8 @@ class ServerProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
         super().connection_made(transport)
+        if hasattr(transport, "max_size"):  # asyncio's own is 256 KiB, before anybody else is served
+            transport.max_size = READ_BYTES
         self.app_state = {**self.app_state, "abort_connection": transport.abort}
         self._arm()
 

@@ -9,41 +9,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 from ggml_engine.control.config import GenConfig
 from ggml_engine.control.generation import Generation, Reason, Update, failure
-from ggml_engine.control.prefix_cache import PrefixCache
-from ggml_engine.control.prefix_match import Lookup
-from ggml_engine.control.runner import Runner
-from ggml_engine.control.scheduler import common_prefix
 from ggml_engine.control.session import Session
 from ggml_engine.errors import ClosedError, SessionError
-from ggml_engine.serving.checkpoints import Post, PromptCheckpoints, checkpoint_positions
-from ggml_engine.serving.lanes import LanePool
+from ggml_engine.serving.beginning import Beginning
+from ggml_engine.serving.checkpoints import PromptCheckpoints, checkpoint_positions
 from ggml_engine.serving.names import NamedSession
-from ggml_engine.serving.options import ServingOptions
 from ggml_engine.serving.reply import Listener, Reply
 from ggml_engine.serving.request import ServingRequest
+from ggml_engine.serving.shared import Shared
 
 log = logging.getLogger("ggml_engine.serving")
 
 _MOST_TRIES = 3  # of a request whose session is lost before it has begun
-
-Found = TypeVar("Found", Lookup, Session)
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """What all jobs of a runtime work with."""
-
-    runner: Runner
-    options: ServingOptions
-    cache: PrefixCache
-    lanes: LanePool
-    post: Post
 
 
 class Job:
@@ -72,12 +54,13 @@ class Job:
         self._listener = listener
         self._finish = finish
         self._sessions: list[Session | None] = [None] * request.n
-        self._pending: Future[Session] | Future[Lookup] | None = None
+        self._beginning = Beginning(
+            shared, self._scope, tokens, named, lambda: self.is_cancelled, self._begin_in, self._not_begun
+        )
         self._checkpoints: PromptCheckpoints | None = None
         self._left = set(range(request.n))  # choices that have not ended
         self._forks_asked = False  # whether the other choices are on their way
         self._n_tries = 0
-        self._own_tried = False
         self.is_cancelled = False
         self.is_shut = False  # cancelled since the runtime ends
         reply.bind(self.cancel)
@@ -96,117 +79,27 @@ class Job:
         if (checkpoints := self._checkpoints) is not None:
             checkpoints.discard()
 
-    # ---- where to begin
-
-    def begin(self, now: float) -> None:
-        """Find a session to begin in."""
-        if self._left:
-            self.reply.note_begun(now)
-            self._find_session()
-
-    def _find_session(self) -> None:
-        if self.is_cancelled:
-            self._drop_unbegun()
-            return
-        n_shared, cache = self._n_shared(), self._shared.cache
-        if n_shared and n_shared >= cache.count_reusable(self._shared.runner, self._tokens, scope=self._scope):
-            self._begin_in_own(n_shared)
-        else:
-            self._look_up()
+    # ---- beginning
 
     @property
     def _scope(self) -> str:
         return self.request.partition
 
-    @property
-    def _own(self) -> Session | None:
-        """The session that goes by the request's name."""
-        session = None if self.named is None else self.named.session
-        return session if session is not None and session.status == "open" else None
+    def begin(self, now: float) -> None:
+        """Find a session to begin in."""
+        if self._left:
+            self.reply.note_begun(now)
+            self._beginning.find()
 
-    def _n_shared(self) -> int:
-        """How many tokens of the prompt the own session holds."""
-        own = self._own
-        return 0 if own is None else common_prefix(own.tokens, self._tokens)
+    def _begin_in(self, session: Session, is_new: bool) -> None:
+        self._start(0, session, is_new=is_new)
 
-    def _begin_in_own(self, n_shared: int) -> None:
-        self._own_tried = True
-        own = self._own
-        if own is None:
-            self._look_up()
-        elif n_shared == own.position < len(self._tokens):
-            self._start(0, own, is_new=False)
-        else:
-            self._branch(own, min(n_shared, len(self._tokens) - 1))
-
-    def _branch(self, source: Session, n_shared: int) -> None:
-        """Go on from a clone of what the session shares with the prompt, in its place; anew where there is no lane."""
-        lane = self._shared.lanes.take() if n_shared else None
-        if lane is None:
-            self._look_up()
-            return
-
-        def settle(future: Future[Session | None]) -> None:
-            self._shared.post(partial(self._branched, future.result()))
-            lane.release()
-
-        source.clone_async(n_shared).add_done_callback(settle)
-
-    def _branched(self, session: Session | None) -> None:
-        if session is not None:
-            self._take(session)
-        elif self.is_cancelled:
+    def _not_begun(self, error: BaseException | None) -> None:
+        """No session was found: for an error, or since it was cancelled."""
+        if error is None:
             self._drop_unbegun()
         else:
-            self._look_up()
-
-    def _look_up(self) -> None:
-        if not self._shared.cache.max_entries:
-            self._open()
-            return
-        future = self._shared.cache.lookup_async(self._shared.runner, self._tokens, scope=self._scope)
-        self._await(future, self._looked_up)
-
-    def _looked_up(self, found: Lookup) -> None:
-        n_own = 0 if self._own_tried or self.is_cancelled else self._n_shared()
-        if found.session is not None and n_own <= found.n_reused:
-            self._take(found.session)
-            return
-        if found.session is not None:  # the snapshot with more could not be cloned
-            found.session.close()
-        if self.is_cancelled:
-            self._drop_unbegun()
-        elif n_own:
-            self._begin_in_own(n_own)
-        else:
-            self._open()
-
-    def _open(self) -> None:
-        self._await(self._shared.runner.open_session_async(), self._take)
-
-    def _await(self, future: Future[Found], then: Callable[[Found], None]) -> None:
-        self._pending = future
-        future.add_done_callback(lambda done: self._shared.post(partial(self._awaited, done, then)))
-
-    def _awaited(self, future: Future[Found], then: Callable[[Found], None]) -> None:
-        self._pending = None
-        if future.cancelled():
-            self._drop_unbegun()
-        elif (error := future.exception()) is not None:
-            self._end_left(Reason.SHUTDOWN if isinstance(error, ClosedError) else Reason.FAILED, failure(error))
-        else:
-            then(future.result())
-
-    def _take(self, session: Session) -> None:
-        """Begin in a session of this request's own, which takes the place of the named one."""
-        if self.is_cancelled:
-            session.close()
-            self._drop_unbegun()
-            return
-        if self.named is not None:
-            self.named.let_go()
-            self.named.session = session
-        self._start(0, session, is_new=True)
+            self._end_left(*_end_by(error))
 
     # ---- generating
 
@@ -292,7 +185,7 @@ class Job:
         if error is None:
             self._start_fork(index, future.result())
         else:
-            self._end(index, Reason.SHUTDOWN if isinstance(error, ClosedError) else Reason.FAILED, failure(error))
+            self._end(index, *_end_by(error))
 
     # ---- the end
 
@@ -304,7 +197,7 @@ class Job:
             return
         if index == 0 and self._begins_again(generation):
             self._sessions[0] = None
-            self._find_session()
+            self._beginning.find()
             return
         session, self._sessions[index] = self._sessions[index], None
         if session is not None and (index or self.named is None):
@@ -335,11 +228,9 @@ class Job:
 
     def _drop_unbegun(self) -> None:
         """After a cancel: end what no generation will end."""
-        if self.reply.state == "queued":
-            self._end_left(Reason.CANCELLED)
-        elif (pending := self._pending) is not None:
-            pending.cancel()
-        elif not any(self._sessions) and not self._forks_asked:
+        if self.reply.state == "queued" or (
+            not self._beginning.cancel_pending() and not any(self._sessions) and not self._forks_asked
+        ):
             self._end_left(Reason.CANCELLED)
 
     def _end_left(self, reason: Reason, error: BaseException | None = None) -> None:
@@ -366,3 +257,8 @@ class Job:
                 log.exception("a listener's on_settled raised")
         if not self._left:
             self.reply.note_done()
+
+
+def _end_by(error: BaseException) -> tuple[Reason, BaseException]:
+    """How a choice ends that has no session, by what the runner said."""
+    return Reason.SHUTDOWN if isinstance(error, ClosedError) else Reason.FAILED, failure(error)

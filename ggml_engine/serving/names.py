@@ -34,6 +34,11 @@ class NamedSession:
     is_busy: bool = True
     is_gone: bool = False  # closed under whoever uses it, who then lets go of the session
 
+    def info(self) -> SessionInfo:
+        """What callers are told of it."""
+        position = 0 if self.session is None else self.session.position
+        return SessionInfo(self.key[1], position, self.is_busy, self.last_used)
+
     def let_go(self) -> None:
         """Close its session."""
         session, self.session = self.session, None
@@ -101,6 +106,17 @@ class SessionNames:
         named.is_gone = True
         if not named.is_busy:
             named.let_go()
+
+    def remove_idle(self, now: float, idle_s: float) -> int:
+        """Forget those that nobody used for `idle_s` seconds; how many."""
+        old = [each for each in self if not each.is_busy and now - each.last_used >= idle_s]
+        for named in old:
+            self.remove(named)
+        return len(old)
+
+    def last_use_of_idle(self) -> float | None:
+        """When the one that is idle longest was used last; None where none is idle."""
+        return min((each.last_used for each in self if not each.is_busy), default=None)
 
     def of(self, partition: str) -> list[NamedSession]:
         """Those of a partition that have a session or are in use."""

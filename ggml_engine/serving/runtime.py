@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 
@@ -25,22 +24,18 @@ from ggml_engine.errors import (
     ContextLengthError,
     InputError,
     OptionError,
-    PositionError,
-    QueueFullError,
-    SessionBusyError,
-    SessionError,
-    UnknownSessionError,
     WouldBlockError,
 )
+from ggml_engine.serving.admission import Admission
 from ggml_engine.serving.control_thread import ControlThread
-from ggml_engine.serving.durations import Durations
-from ggml_engine.serving.job import Job, Shared
+from ggml_engine.serving.job import Job
 from ggml_engine.serving.lanes import LanePool
-from ggml_engine.serving.names import NamedSession, SessionInfo, SessionNames
+from ggml_engine.serving.named_sessions import NamedSessions
+from ggml_engine.serving.names import SessionInfo, SessionNames
 from ggml_engine.serving.options import ServingOptions
 from ggml_engine.serving.reply import Listener, Reply
-from ggml_engine.serving.request import ServingRequest, check_name
-from ggml_engine.serving.waiting import FairQueue
+from ggml_engine.serving.request import ServingRequest
+from ggml_engine.serving.shared import Shared
 
 _ABANDON_S = 5.0  # the control thread waits for nothing, so it comes at once
 _ENDS = ("finished", "cancelled", "failed", "shutdown")
@@ -75,11 +70,9 @@ class ServingRuntime:
         self._lanes = LanePool(self.options.capture_slots)
         self._lock = threading.RLock()
         self._names = SessionNames(self.options.max_sessions)
-        self._waiting: FairQueue[Job] = FairQueue(self.options.max_queue)
+        self._named = NamedSessions(runner, self.cache, self._names, self._lock, clock, self._check_open)
+        self._admission = Admission(self.options)
         self._jobs: set[Job] = set()  # those that wait, too
-        self._n_running = 0
-        self._durations = Durations()
-        self._begun_at: dict[Job, float] = {}
         self._is_closing = False
         self._counts = dict.fromkeys(
             (
@@ -110,13 +103,10 @@ class ServingRuntime:
         tokens = self._checked(request)
         most = self._limit - len(tokens) + 1  # the last token that is sampled takes no cell
         with self._lock:
-            if self._is_closing:
-                raise ClosedError("the serving runtime was shut down")
-            must_wait = bool(self._waiting) or not self._fits(request.n)
-            if must_wait and not self._waiting.has_room(request.partition):
+            self._check_open()
+            if (refusal := self._admission.refusal(request)) is not None:
                 self._counts["refused"] += 1
-                n = len(self._waiting)
-                raise QueueFullError(n, self._durations.retry_after_s(n, self.options.max_requests))
+                raise refusal
             now = self._clock()
             named = None
             if request.session is not None:
@@ -125,7 +115,7 @@ class ServingRuntime:
             job = Job(self._shared, request, tokens, most, reply, listener, named, self._finish)
             self._jobs.add(job)
             self._counts["submitted"] += 1
-            self._waiting.put(request.partition, job)
+            self._admission.put(job)
             self._begin_what_fits()
         return reply
 
@@ -143,15 +133,14 @@ class ServingRuntime:
     def _may_wait(self) -> bool:
         return not self._control.is_current and not self.runner.is_in_callback
 
-    def _fits(self, n: int) -> bool:
-        return self._n_running + n <= self.options.max_requests
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise ClosedError("the serving runtime was shut down")
 
     def _begin_what_fits(self) -> None:
         """With the lock held."""
-        while (job := self._waiting.first()) is not None and self._fits(job.request.n):
-            self._waiting.take()
-            self._n_running += job.request.n
-            self._begun_at[job] = now = self._clock()
+        now = self._clock()
+        while (job := self._admission.take(now)) is not None:
             self._control.post(partial(job.begin, now))
 
     def _finish(self, job: Job) -> None:
@@ -161,12 +150,7 @@ class ServingRuntime:
             if job not in self._jobs:
                 return
             self._jobs.discard(job)
-            begun_at = self._begun_at.pop(job, None)
-            if begun_at is None:
-                self._waiting.remove(job.request.partition, job)
-            else:
-                self._n_running -= job.request.n
-                self._durations.note(now - begun_at)
+            self._admission.end(job, now)
             if job.named is not None:
                 self._names.release(job.named, now)
             self._counts[_end_of(job.reply)] += 1
@@ -178,18 +162,7 @@ class ServingRuntime:
 
     def sessions(self, partition: str = "") -> list[SessionInfo]:
         """The named sessions of a partition, in the order of their names."""
-        with self._lock:
-            found = self._names.of(partition)
-            infos = [
-                SessionInfo(
-                    named.key[1],
-                    0 if (session := named.session) is None else session.position,
-                    named.is_busy,
-                    named.last_used,
-                )
-                for named in found
-            ]
-        return sorted(infos, key=lambda info: info.name)
+        return self._named.infos(partition)
 
     def retained_tokens(self, partition: str, name: str) -> Iterator[Sequence[int] | npt.NDArray[np.int32]]:
         """Rows of tokens that a request of a named session may begin with, since their K/V is there.
@@ -197,17 +170,7 @@ class ServingRuntime:
         The session's own first, with the token that was sampled last, then the partition's snapshots, the one that was
         used last first. Changes nothing, and waits for nothing; any of them may be gone when it is asked for.
         """
-        with self._lock:
-            try:
-                session = self._names.find((partition, name)).session
-            except UnknownSessionError:
-                session = None
-        if session is not None and session.status == "open":
-            pending = session.pending
-            yield session.tokens if pending is None else [*session.tokens, pending]
-        for entry in reversed(self.cache.entries):
-            if entry.scope == partition:
-                yield entry.tokens
+        return self._named.retained_tokens(partition, name)
 
     def fork(
         self, partition: str, source: str, name: str, at: int | None = None, timeout: float | None = None
@@ -218,24 +181,7 @@ class ServingRuntime:
         SessionError where no clone can be had, and TimeoutError.
         """
         self._refuse_in_callback()
-        with self._claimed(partition, name, must_be_new=True) as named:
-            with self._lock:
-                session = self._names.find((partition, source)).session
-            if session is None:
-                raise SessionError(f"the session {source!r} has not begun")
-            position = session.position
-            at = position if at is None else at
-            if isinstance(at, bool) or not isinstance(at, int) or not 0 < at <= position:
-                raise PositionError(f"cannot fork at {at}: the session {source!r} is at position {position}")
-            future = session.clone_async(at)
-            try:
-                named.session = future.result(timeout)
-            except TimeoutError:
-                future.cancel()
-                raise
-            if named.session is None:
-                raise SessionError(f"no clone of the session {source!r} at {at} can be had")
-        return self._info(named)
+        return self._named.fork(partition, source, name, at, timeout)
 
     def rewind(self, partition: str, name: str, to: int, timeout: float | None = None) -> SessionInfo:
         """Drop what a named session holds from position `to` on.
@@ -243,13 +189,7 @@ class ServingRuntime:
         Raises UnknownSessionError, SessionBusyError, PositionError, RewindError and TimeoutError.
         """
         self._refuse_in_callback()
-        with self._claimed(partition, name, must_be_new=False) as named:
-            session = named.session
-            assert session is not None
-            if isinstance(to, bool) or not isinstance(to, int) or not 0 < to <= session.position:
-                raise PositionError(f"cannot rewind to {to}: the session {name!r} is at position {session.position}")
-            session.rewind_async(to).result(timeout)
-        return self._info(named)
+        return self._named.rewind(partition, name, to, timeout)
 
     def close_session(self, partition: str, name: str) -> None:
         """Forget a named session; its request is cancelled, and no snapshot on its way is kept. Waits for nothing.
@@ -269,11 +209,7 @@ class ServingRuntime:
 
         Raises UnknownSessionError, SavedStateError, SessionError, PoisonedError and TimeoutError.
         """
-        with self._lock:
-            session = self._names.find((partition, name)).session
-        if session is None:
-            raise SessionError(f"the session {name!r} has not begun")
-        session.save(directory, file, timeout)
+        self._named.save(partition, name, directory, file, timeout)
 
     def load(
         self, partition: str, name: str, directory: Directory, file: str, timeout: float | None = None
@@ -283,39 +219,7 @@ class ServingRuntime:
         Raises SavedStateError, SessionBusyError, and what `Runner.load_session` raises; then nothing has changed.
         """
         self._refuse_in_callback()
-        with self._claimed(partition, name) as named:
-            loaded = self.runner.load_session(directory, file, timeout)
-            named.let_go()
-            named.session = loaded
-        return self._info(named)
-
-    @contextmanager
-    def _claimed(self, partition: str, name: str, *, must_be_new: bool | None = None) -> Iterator[NamedSession]:
-        """Use a name for something else than a request. `must_be_new` None is either."""
-        check_name(name)
-        key = (partition, name)
-        with self._lock:
-            if self._is_closing:
-                raise ClosedError("the serving runtime was shut down")
-            try:
-                self._names.find(key)
-            except UnknownSessionError:
-                if must_be_new is False:
-                    raise
-            else:
-                if must_be_new:
-                    raise SessionBusyError(f"there is a session {name!r} already")
-            named = self._names.claim(key, self._clock())
-        try:
-            yield named
-        finally:
-            with self._lock:
-                self._names.release(named, self._clock())
-
-    def _info(self, named: NamedSession) -> SessionInfo:
-        with self._lock:
-            session = named.session
-            return SessionInfo(named.key[1], 0 if session is None else session.position, False, named.last_used)
+        return self._named.load(partition, name, directory, file, timeout)
 
     def expire(self) -> int:
         """Close the named sessions that were idle too long, as the runtime does by itself; how many. Waits not."""
@@ -323,20 +227,17 @@ class ServingRuntime:
         if idle_s is None:
             return 0
         with self._lock:
-            now = self._clock()
-            old = [each for each in self._names if not each.is_busy and now - each.last_used >= idle_s]
-            for named in old:
-                self._names.remove(named)
-            self._counts["expired"] += len(old)
-        return len(old)
+            n_expired = self._names.remove_idle(self._clock(), idle_s)
+            self._counts["expired"] += n_expired
+        return n_expired
 
     def _tick(self) -> float | None:
         """On the control thread: see what is too old; in how many seconds the next one will be."""
         self.expire()
         idle_s = self.options.session_idle_s
         with self._lock:
-            used = [each.last_used for each in self._names if not each.is_busy]
-            return None if idle_s is None or not used else min(used) + idle_s - self._clock()
+            last_use = self._names.last_use_of_idle()
+            return None if idle_s is None or last_use is None else last_use + idle_s - self._clock()
 
     def _refuse_in_callback(self) -> None:
         if not self._may_wait():
@@ -348,8 +249,8 @@ class ServingRuntime:
         """Counts since the start: requests by how they ended, tokens; what waits, runs and is kept now."""
         with self._lock:
             now = {
-                "waiting": len(self._waiting),
-                "running": self._n_running,
+                "waiting": self._admission.n_waiting,
+                "running": self._admission.n_running,
                 "sessions": len(self._names),
                 "lanes": self._lanes.size,
                 "lanes_in_use": self._lanes.in_use,

@@ -21,6 +21,10 @@ class Shares:
         """What a partition holds."""
         return self._held.get(partition, 0)
 
+    def largest(self) -> str:
+        """The partition that holds most, the one that came first of several. Raises ValueError where none holds any."""
+        return max(self._held, key=self._held.__getitem__)
+
     def has_room(self, partition: str, n: int = 1) -> bool:
         """Whether a partition may have `n` more."""
         if self.total + n <= self.most:

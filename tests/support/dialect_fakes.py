@@ -22,7 +22,7 @@ from ggml_engine.control.logprobs import TokenLogprobs
 from ggml_engine.errors import InputError
 from ggml_engine.ggml.token_bytes import TokenBytes
 from ggml_engine.server.app import create_app
-from ggml_engine.server.hosting import HostedModel, ModelSize
+from ggml_engine.server.hosted_model import HostedModel, ModelSize
 from ggml_engine.server.options import resolve
 from ggml_engine.serving.request import ServingRequest
 

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from ggml_engine.errors import CancelledError, EngineError
 from ggml_engine.server.app import ROUTES, create_app
 from ggml_engine.server.bodies import read_json
-from ggml_engine.server.hosting import HostedModel, ModelSize
+from ggml_engine.server.hosted_model import HostedModel, ModelSize
 from ggml_engine.server.options import resolve
 from ggml_engine.server.run import Server
 from ggml_engine.server.signals import Signal
@@ -39,7 +39,10 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
 
 
 class FakeLoader:
-    """Sizes by path, and models that do nothing. `gate` holds loads; `faults` break them, by path."""
+    """Sizes by path, and models that do nothing. `gate` holds loads; `faults` break them, by path.
+
+    While it `hangs`, loads do not listen to being cancelled, and closes to their time.
+    """
 
     def __init__(self, sizes: dict[str, int] | None = None) -> None:
         self.sizes = sizes or {}
@@ -47,6 +50,7 @@ class FakeLoader:
         self.gate.set()
         self.close_gate = threading.Event()
         self.close_gate.set()
+        self.hangs = False
         self.faults: dict[str, Exception] = {}
         self.events: list[tuple[str, str]] = []  # ("load" | "cancelled" | "close", name)
         self.engine: Any = SimpleNamespace(executor=SimpleNamespace(stats=lambda: {"cells_used": 3}))
@@ -60,14 +64,14 @@ class FakeLoader:
         until = time.monotonic() + WAIT_S
         while not self.gate.wait(0.005):
             assert time.monotonic() < until
-            if cancel():
+            if cancel() and not self.hangs:
                 self.events.append(("cancelled", name))
                 raise CancelledError("told to")
         if path in self.faults:
             raise self.faults[path]
 
         def close(timeout: float) -> bool:
-            is_free = self.close_gate.wait(timeout)
+            is_free = self.close_gate.wait(WAIT_S if self.hangs else timeout)
             self.events.append(("close", name))
             return is_free
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ggml_engine.errors import InputError
-from ggml_engine.ggml.gbnf import MAX_ELEMENTS, check_grammar
+from ggml_engine.ggml.gbnf import check_grammar
+from ggml_engine.ggml.gbnf_parser import MAX_ELEMENTS
 
 # whose rules for numbers and spaces overlap a little
 JSON = r"""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from contextlib import AsyncExitStack
 
 import pytest
@@ -180,6 +182,30 @@ def test_the_memory_of_a_model_counts_until_it_is_closed() -> None:
         loader.close_gate.set()
         assert await asking == "b"
         assert loader.events == [("load", "a"), ("close", "a"), ("load", "b")]
+        await host.close()
+
+    run(go())
+
+
+def test_what_an_unloaded_model_took_is_given_back_before_the_next_one_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def go() -> None:
+        loader = FakeLoader({"pa": 60, "pb": 60})
+        host, _ = host_of(loader, budget=100)
+        events: list[object] = []
+
+        def give_back() -> None:
+            gc.collect()
+            events.append((first() is None, loader.count("load")))
+
+        monkeypatch.setattr("ggml_engine.server.hosting.give_back", give_back)
+        await used(host, "a")
+        (model,) = host.loaded()
+        first = weakref.ref(model)
+        del model
+        await used(host, "b")
+        assert events == [(True, 1)]
         await host.close()
 
     run(go())

@@ -158,6 +158,26 @@ def test_metrics_tell_what_the_runtime_has() -> None:
         assert f"ggml_engine_{line}" in response.text
 
 
+def test_requests_count_by_the_route_that_took_them() -> None:  # with every release of Starlette that may be there
+    *_, response = asked(
+        ("GET", "/health", None),
+        ("POST", "/v1/sessions/Mine/rewind", {"to": 3}),
+        ("GET", "/v1/models/a/b", None),
+        ("PUT", "/tokenize", {}),
+        ("GET", "/nothing", None),
+        ("GET", "/metrics", None),
+    )[0]
+    for method, route, status in (
+        ("GET", "/health", 200),
+        ("POST", "/v1/sessions/{name}/rewind", 200),
+        ("GET", "/v1/models/{name:path}", 404),
+        ("PUT", "/tokenize", 405),
+        ("GET", "other", 404),
+    ):
+        line = f'requests_total{{method="{method}",route="{route}",status="{status}"}} 1.0'
+        assert f"ggml_engine_{line}" in response.text
+
+
 def test_sessions_and_the_loading_of_models_do_not_wait_for_each_other(tmp_path: Path) -> None:
     loader = FakeLoader()
     loader.runtime = runtime = FakeRuntime()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import select
@@ -9,14 +10,18 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
 from server_fakes import WAIT_S, FakeLoader, Jobs, RunningServer, everything, options_of, post, running, wait_for
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from ggml_engine.errors import GGUFError
 from ggml_engine.server.run import Server
@@ -292,9 +297,89 @@ def test_an_address_in_use_is_an_error_that_names_it() -> None:
 
 def test_an_engine_that_does_not_end_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = FakeLoader()
-    monkeypatch.setattr("ggml_engine.server.run._MODELS_END_S", 0.1)
+    monkeypatch.setattr("ggml_engine.server.run._END_S", 0.2)
     with running(loader=loader) as server:
         wait_for(lambda: server.health() == 200, "the model is loaded")
         loader.close_gate.clear()
     assert not server.server.is_whole
     loader.close_gate.set()
+
+
+@pytest.mark.parametrize("what", ["session", "work"])
+def test_a_call_in_a_thread_that_does_not_end_is_told_of(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    loader, let_go = FakeLoader(), threading.Event()
+    begun: list[str] = []
+
+    def hang(*_arguments: object, **_options: object) -> None:
+        begun.append(what)
+        let_go.wait(2 * WAIT_S)
+
+    async def work(request: Request) -> Response:
+        await asyncio.to_thread(hang)
+        return JSONResponse({})
+
+    loader.runtime.fork = hang
+    monkeypatch.setattr(jobs, "routes", lambda: [Route("/work", work, methods=["POST"])])
+    data = post("/work") if what == "work" else post("/v1/sessions/a/fork", b'{"name": "b"}')
+    try:
+        with ExitStack() as stack, running(jobs, loader, monkeypatch) as server:
+            wait_for(lambda: server.health() == 200, "the model is loaded")
+            stack.enter_context(server.connect()).sendall(data)
+            wait_for(lambda: begun == [what], "it runs")
+        assert not server.server.is_whole
+    finally:
+        let_go.set()
+
+
+@pytest.mark.parametrize("grace", [0, 2.5])
+def test_the_end_takes_less_than_five_seconds_whatever_hangs(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch, grace: float
+) -> None:
+    """A request that runs on, a call in a thread, an answer that nobody reads, a load and a model that do not end."""
+    loader, let_go = FakeLoader(), threading.Event()
+    given = {"models": ["m=path", "late=other"], "shutdown_grace_s": grace, "write_timeout_s": 60, "keep_alive_s": 60}
+
+    async def busy(request: Request) -> Response:
+        await asyncio.to_thread(let_go.wait, 2 * WAIT_S)
+        return JSONResponse({})
+
+    async def stubborn(request: Request) -> Response:
+        for _ in range(2):  # cancelled once for the end of requests, once for that of connections
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+        return JSONResponse({})
+
+    own = jobs.routes
+    more = [Route("/busy", busy, methods=["POST"]), Route("/stubborn", stubborn, methods=["POST"])]
+    monkeypatch.setattr(jobs, "routes", lambda: [*own(), *more])
+    try:
+        with ExitStack() as stack, running(jobs, loader, monkeypatch, **given) as server:
+            wait_for(lambda: server.health() == 200, "the model is loaded")
+            loader.gate.clear()
+            late = json.dumps({"model": "late", "input": "x"}).encode()
+            unread = json.dumps({"put": ["x" * 180_000]}).encode()
+            for data in (
+                post("/busy"),
+                post("/stubborn"),
+                post("/hold"),
+                post("/stream"),
+                post("/v1/embeddings", late),
+            ):
+                stack.enter_context(server.connect()).sendall(data)
+            stack.enter_context(server.connect(rcvbuf=4096)).sendall(post("/stream", unread))
+            lifecycle = server.server._lifecycle
+            wait_for(lambda: lifecycle.n_running == 5 and len(jobs.streams) == 2, "all of them run")
+            loader.hangs = True
+            loader.close_gate.clear()
+            begun = time.monotonic()
+            server.server.stop()
+            server.thread.join(WAIT_S)
+            assert time.monotonic() - begun < 5
+            assert not server.server.is_whole
+    finally:
+        let_go.set()
+        loader.hangs = False
+        loader.gate.set()
+        loader.close_gate.set()

@@ -17,7 +17,7 @@ from serving_bench import Ear, Serving, serving
 
 from ggml_engine.errors import QueueFullError, SessionBusyError
 from ggml_engine.server.app import create_app
-from ggml_engine.server.hosting import HostedModel, ModelSize
+from ggml_engine.server.hosted_model import HostedModel, ModelSize
 from ggml_engine.serving.shares import Shares
 from ggml_engine.serving.waiting import FairQueue
 

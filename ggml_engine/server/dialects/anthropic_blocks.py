@@ -8,13 +8,12 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from ggml_engine.server.dialects.parts import FunctionName, MediaPart
+from ggml_engine.server.dialects.parts import CallId, FunctionName, MediaPart
 from ggml_engine.server.jobs import Message
 from ggml_engine.server.validation import Many, NoEffect, Refused, RequestModel, invalid
 
 BILLING_HEADER: Final = "x-anthropic-billing-header:"
 """How a block of a system prompt begins that is a header of the client's to its provider, another in every request."""
-CallId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class TextBlock(RequestModel):

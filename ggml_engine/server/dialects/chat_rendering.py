@@ -40,13 +40,9 @@ FINISH_REASONS: Final[dict[StopReason, str]] = {
 def render_chat(head: Head, job: ChatJob, answer: Answer) -> dict[str, Any]:
     """The whole answer."""
     return {
-        "id": head.id,
-        "object": "chat.completion",
-        "created": head.created,
-        "model": head.model,
+        **head.openai_fields("chat.completion"),
         "choices": [_whole(index, choice, job) for index, choice in enumerate(answer.choices)],
         "usage": openai_usage(answer.usage),
-        "system_fingerprint": head.system_fingerprint,
     }
 
 
@@ -123,14 +119,7 @@ class ChatStream:
         return [self._chunk(index, {"role": "assistant", "content": "", "refusal": None})]
 
     def _fields(self) -> dict[str, Any]:
-        head = self._head
-        fields: dict[str, Any] = {
-            "id": head.id,
-            "object": "chat.completion.chunk",
-            "created": head.created,
-            "model": head.model,
-            "system_fingerprint": head.system_fingerprint,
-        }
+        fields = self._head.openai_fields("chat.completion.chunk")
         return {**fields, "usage": None} if self._job.include_usage else fields
 
     def _chunk(

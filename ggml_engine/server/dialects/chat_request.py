@@ -10,6 +10,7 @@ from ggml_engine.chat.tools import ToolChoice
 from ggml_engine.server.dialects.parts import (
     ANY_OBJECT,
     MAX_TOOLS,
+    CallId,
     Effort,
     FunctionFields,
     FunctionName,
@@ -72,7 +73,7 @@ class CalledFunction(RequestModel):
 
 
 class ToolCall(RequestModel):
-    id: Annotated[str, Field(min_length=1, max_length=256)]
+    id: CallId
     type: Literal["function"] = "function"
     function: CalledFunction
     index: NoEffect = None
@@ -108,7 +109,7 @@ class AssistantMessage(RequestModel):
 class ToolMessage(RequestModel):
     role: Literal["tool"]
     content: Content
-    tool_call_id: Annotated[str, Field(min_length=1, max_length=256)]
+    tool_call_id: CallId
     name: str | None = None
 
     def message(self) -> Message:

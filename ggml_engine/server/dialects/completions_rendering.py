@@ -50,13 +50,7 @@ class CompletionStream:
 
 
 def _fields(head: Head) -> dict[str, Any]:
-    return {
-        "id": head.id,
-        "object": "text_completion",
-        "created": head.created,
-        "model": head.model,
-        "system_fingerprint": head.system_fingerprint,
-    }
+    return head.openai_fields("text_completion")
 
 
 def _logprobs(probabilities: list[TokenProbability] | tuple[TokenProbability, ...], offset: int) -> dict[str, Any]:

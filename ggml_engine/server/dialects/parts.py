@@ -14,6 +14,7 @@ from ggml_engine.server.validation import RequestModel, invalid, unsupported
 MAX_TOOLS: Final = 128
 ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+CallId = Annotated[str, Field(min_length=1, max_length=256)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_VARIABLES: Final = 16
 MAX_VARIABLE_CHARS: Final = 1024

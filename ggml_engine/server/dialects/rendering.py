@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias
 
 from ggml_engine.server.events import Event, TokenProbability, Usage
-from ggml_engine.server.hosting import HostedModel
+from ggml_engine.server.hosted_model import HostedModel
 
 _FINGERPRINT_DIGITS: Final = 10
 
@@ -35,6 +35,16 @@ class Head:
     def system_fingerprint(self) -> str | None:
         """As OpenAI's API has it: another one says that the model, or how it is executed, is another."""
         return f"fp_{self.fingerprint[:_FINGERPRINT_DIGITS]}" if self.fingerprint else None
+
+    def openai_fields(self, kind: str) -> dict[str, Any]:
+        """What answers and chunks of chat completions and completions begin with; `kind` is what they are."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+        }
 
 
 def new_id(prefix: str) -> str:

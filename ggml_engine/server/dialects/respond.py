@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -13,12 +13,10 @@ from ggml_engine.server.dialects.rendering import StreamRenderer
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.events import Answer, Event, Failed, Finished, Progress, collect
 from ggml_engine.server.generation import Run
-from ggml_engine.server.hosting import HostedModel
+from ggml_engine.server.hosted_model import HostedModel
 from ggml_engine.server.jobs import ChatJob, CompletionJob
 from ggml_engine.server.prompts import prepare
-from ggml_engine.server.sse import EventStream
-
-RenderError = Callable[[HttpProblem], tuple[str | None, Mapping[str, Any]]]
+from ggml_engine.server.sse import EventStream, RenderError
 
 
 async def answer(request: Request, model: HostedModel, job: ChatJob | CompletionJob) -> Answer:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
-from ggml_engine.server.dialects.parts import FunctionName, MediaPart, RefusalPart
+from ggml_engine.server.dialects.parts import CallId, FunctionName, MediaPart, RefusalPart
 from ggml_engine.server.jobs import Message
 from ggml_engine.server.validation import Many, NoEffect, Refused, RequestModel, invalid
 
@@ -72,7 +72,7 @@ class MessageItem(RequestModel):
 
 class CallItem(RequestModel):
     type: Literal["function_call"]
-    call_id: Annotated[str, Field(min_length=1, max_length=256)]
+    call_id: CallId
     name: FunctionName
     arguments: str
     id: NoEffect = None
@@ -83,7 +83,7 @@ class CallItem(RequestModel):
 
 class CallOutputItem(RequestModel):
     type: Literal["function_call_output"]
-    call_id: Annotated[str, Field(min_length=1, max_length=256)]
+    call_id: CallId
     output: Content
     id: NoEffect = None
     status: NoEffect = None

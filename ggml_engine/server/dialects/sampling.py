@@ -12,14 +12,13 @@ from ggml_engine.errors import InputError, OptionError
 from ggml_engine.ggml.sampler_config import MAX_SEED, SamplerConfig
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.jobs import MAX_CHOICES
-from ggml_engine.server.sessions import SESSION_NAME
+from ggml_engine.server.sessions import NAME_RULE, SESSION_NAME
 from ggml_engine.server.validation import Many, RequestModel, invalid, only
 
 MAX_STOPS: Final = 16
 MAX_STOP_BYTES: Final = 256
 MAX_BIAS: Final = 100.0
 SESSION_HEADER: Final = "X-Session-ID"
-_NAME_RULE: Final = "a session's name has 1 to 128 characters of A-Z a-z 0-9 . _ - and begins with no dot"
 _TOKEN_ID: Final = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
@@ -62,7 +61,7 @@ def _count(value: int | None) -> int | None:
 
 def _session_name(value: str | None) -> str | None:
     if value is not None and not SESSION_NAME.fullmatch(value):
-        raise invalid(_NAME_RULE)
+        raise invalid(NAME_RULE)
     return value
 
 
@@ -139,7 +138,7 @@ def session_of(field: str | None, headers: Any) -> str | None:
     """The session's name, from the body or from the header. Raises HttpProblem (400) where these differ."""
     header = headers.get(SESSION_HEADER)
     if header is not None and not SESSION_NAME.fullmatch(header):
-        raise HttpProblem(400, "invalid_value", f"{SESSION_HEADER}: {_NAME_RULE}", "session_id")
+        raise HttpProblem(400, "invalid_value", f"{SESSION_HEADER}: {NAME_RULE}", "session_id")
     if None not in (field, header) and field != header:
         raise HttpProblem(400, "invalid_value", f"session_id and the header {SESSION_HEADER} differ", "session_id")
     return header if field is None else field
