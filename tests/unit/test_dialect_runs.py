@@ -509,6 +509,46 @@ class TestTools:
 
         run(test())
 
+    @pytest.mark.parametrize("value", ['{"a": "\\ud800"}', '{"a": 1e999}'])
+    def test_a_call_whose_arguments_json_cannot_hold_is_text_in_every_dialect(self, value: str) -> None:
+        written = f'<tool_call>{{"name": "weather", "arguments": {value}}}</tool_call>'
+
+        def script(reply: FakeReply) -> None:
+            reply.say(written)
+            reply.end()
+
+        claude = {**ANTHROPIC, "tools": [{"name": "weather", "input_schema": {"type": "object"}}]}
+        flat = {"tools": [{"type": "function", "name": "weather", "parameters": {"type": "object"}}], "input": "x"}
+
+        async def test() -> None:
+            async with fake_server() as server:
+                server.runtime.script = script
+                found = await server.post("/v1/messages", **claude)
+                assert found.status_code == 200
+                assert found.json()["content"] == [{"type": "text", "text": written}]
+                assert found.json()["stop_reason"] == "end_turn"
+                choice = (await server.chat(tools=[TOOL])).json()["choices"][0]
+                assert (choice["message"]["content"], choice["finish_reason"]) == (written, "stop")
+                assert "tool_calls" not in choice["message"]
+                [item] = (await server.post("/v1/responses", **flat)).json()["output"]
+                assert item["content"][0]["text"] == written
+
+                streamed = stream_data(await server.post("/v1/messages", stream=True, **claude))
+                assert [data["delta"]["stop_reason"] for data in streamed if data["type"] == "message_delta"] == [
+                    "end_turn"
+                ]
+                deltas = [data["delta"] for data in streamed if data["type"] == "content_block_delta"]
+                assert "".join(delta.get("text", "") for delta in deltas) == written
+                streamed = stream_data(await server.chat(tools=[TOOL], stream=True))[:-1]
+                assert "".join(data["choices"][0]["delta"].get("content") or "" for data in streamed) == written
+                assert streamed[-1]["choices"][0]["finish_reason"] == "stop"
+                streamed = stream_data(await server.post("/v1/responses", stream=True, **flat))
+                [call, item] = streamed[-1]["response"]["output"]
+                assert (call["type"], call["status"]) == ("function_call", "incomplete")
+                assert item["content"][0]["text"] == written
+
+        run(test())
+
     def test_a_call_that_was_cut_off_is_no_call(self) -> None:
         def script(reply: FakeReply) -> None:
             reply.say(CALL[:60])
