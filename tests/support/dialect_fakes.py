@@ -223,10 +223,10 @@ async def fake_server(template: str | None = TEMPLATE, **options: Any) -> AsyncI
     await app.state.host.close()
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
+def run(test: Coroutine[Any, Any, None], timeout_s: float = 30) -> None:
     """`asyncio.run` that ends."""
 
     async def bounded() -> None:
-        await asyncio.wait_for(test, 30)
+        await asyncio.wait_for(test, timeout_s)
 
     asyncio.run(bounded())
