@@ -81,12 +81,23 @@ class TestWhatReachesTheRuntime:
 
         run(test())
 
-    def test_more_choices_than_the_option_are_refused(self) -> None:
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            ("/v1/chat/completions", {"messages": ANTHROPIC["messages"]}),
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/completions", {"prompt": "x", "best_of": 3}),
+        ],
+    )
+    def test_more_choices_than_the_option_are_refused(self, path: str, body: dict[str, Any], stream: bool) -> None:
         async def test() -> None:
             async with fake_server(max_choices=2) as server:
-                found = await server.chat(n=3)
+                found = await server.post(path, n=3, stream=stream, **body)
                 assert (found.status_code, found.json()["error"]["param"]) == (400, "n")
                 assert not server.runtime.replies
+                within = {name: value for name, value in body.items() if name != "best_of"}
+                assert len((await server.post(path, n=2, **within)).json()["choices"]) == 2
 
         run(test())
 
