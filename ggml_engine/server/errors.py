@@ -161,4 +161,9 @@ def problem_of(error: BaseException) -> HttpProblem:
         return HttpProblem(503, "timeout", "the engine did not answer in time", retry_after_s=1)
     if isinstance(error, MemoryError):
         return HttpProblem(503, "out_of_memory", "there is not enough memory for this request")
+    return internal_error()
+
+
+def internal_error() -> HttpProblem:
+    """A 500 for a bug: what it was is for the log alone."""
     return HttpProblem(500, "internal_error", "an internal error; the server's log says which")
