@@ -22,6 +22,8 @@ string ::= "\"" ([^"\\] | "\\" (["\\nrt] | "u" [0-9a-f]{4}))* "\"" ws
 number ::= "-"? ([0-9] | [1-9] [0-9]{0,15}) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
 ws ::= | " " | "\n" [ \t]{0,20}
 """
+PADDING = "".join(f'\nj{i} ::= [a-z]* "{i}" [a-y]* "x"' for i in range(120))
+PLENTY = 'j800 ::= "e"' + "".join(f'\nj{i} ::= [a-z]* "{i}" ([a-y] "x")* j{i + 1}' for i in range(800))
 GOOD = [
     JSON,
     'root ::= "yes" | "no"',
@@ -39,6 +41,10 @@ GOOD = [
     'root ::= ("ab" | "a" "c" | "b")* " " [a-z]{0,100} [a-z]{0,100}',
     'root ::= v\nv ::= "(" v ")" | "[" (v ("," v)*)? "]" | ["] ([^"\\x5c] | "\\x5c" .)* ["] | [0-9]+ ("." [0-9]+)?',
     "root ::= (" + " | ".join(f'"a{i}"' for i in range(300)) + ")*",
+    "root ::= (" + " | ".join(f'"{chr(0x4E00 + i)}"' for i in range(500)) + ")*",
+    "root ::= w\nw ::= " + " | ".join(f'"{chr(0x4E00 + i)}" w "{i}"' for i in range(12)) + ' | "!"',
+    PADDING.strip() + '\nroot ::= [a-z]* "!"',
+    PLENTY + '\nroot ::= "a"*',
     "root ::= x x x\nx ::= [a-z] " + '"a"? ' * 10 + '| ""',
 ]
 BAD = [
@@ -85,6 +91,12 @@ BAD = [
     ("root ::= [a-z]{0,500} [a-z]{0,500} [a-z]{0,500}", "ambiguous"),
     ('root ::= "a" root "a" | "a"', "ambiguous"),
     ('root ::= x\nx ::= "a" x y | "a"\ny ::= "a" y x | "a"', "ambiguous"),
+    # what stands beside it takes none of the work that finds it
+    (PADDING.strip() + "\nroot ::= ([a-z]* [a-z]*)*", "ambiguous"),
+    (PADDING.strip() + "\nroot ::= " + "".join(f"j{i} | " for i in range(120)) + "([a-z]* [a-z]*)*", "ambiguous"),
+    ("root ::= (" + "".join(f"[\\x{code:02x}] | " for code in range(33, 90)) + "[a-z]* [a-z]*)*", "ambiguous"),
+    (PLENTY + "\nroot ::= j0", "too large"),
+    ("root ::= w\nw ::= " + " | ".join(f'"{chr(0x4E00 + i)}" w "{i}"' for i in range(300)) + ' | "!"', "too large"),
 ]
 
 
