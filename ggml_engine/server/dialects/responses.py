@@ -41,11 +41,11 @@ def responses_endpoint(store: ResponseStore) -> Callable[[Request], Awaitable[Re
                 store.put(partition, head.id, (*earlier, *body.messages(), answered(response["output"])))
 
         def whole(answer: Answer) -> dict[str, Any]:
-            response = render_response(head, echoed, answer, names, seals_reasoning=body.seals_reasoning)
+            response = render_response(head, echoed, answer, names=names, seals_reasoning=body.seals_reasoning)
             keep(response)
             return response
 
-        rendered = ResponseStream(head, echoed, names, seals_reasoning=body.seals_reasoning)
+        rendered = ResponseStream(head, echoed, names=names, seals_reasoning=body.seals_reasoning)
         stream = _KeptStream(rendered, keep)
         return await respond(request, model, job, whole, stream, render_error=stream.failure)
 

@@ -28,10 +28,10 @@ _INCOMPLETE: Final = ("length", "context")
 
 
 def render_response(
-    head: Head, echoed: dict[str, Any], answer: Answer, names: Spelled, *, seals_reasoning: bool = False
+    head: Head, echoed: dict[str, Any], answer: Answer, *, names: Spelled | None = None, seals_reasoning: bool = False
 ) -> dict[str, Any]:
     """The whole response."""
-    stream = ResponseStream(head, echoed, names, seals_reasoning=seals_reasoning)
+    stream = ResponseStream(head, echoed, names=names, seals_reasoning=seals_reasoning)
     for event in _events(answer):
         stream.frames(event)
     return stream.response
@@ -55,8 +55,10 @@ def _events(answer: Answer) -> Iterator[Event]:
 class ResponseStream:
     """Events of one response, numbered from 0; `response` is what it has come to."""
 
-    def __init__(self, head: Head, echoed: dict[str, Any], names: Spelled, *, seals_reasoning: bool = False) -> None:
-        self._names = names
+    def __init__(
+        self, head: Head, echoed: dict[str, Any], *, names: Spelled | None = None, seals_reasoning: bool = False
+    ) -> None:
+        self._names = names or {}
         self._seals_reasoning = seals_reasoning
         self._n_events = 0
         self._item: dict[str, Any] | None = None  # the one that is being written
