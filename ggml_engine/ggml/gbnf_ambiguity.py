@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ggml_engine.errors import InputError
+from ggml_engine.ggml.gbnf_forms import forms
 from ggml_engine.ggml.gbnf_rules import Element, Terminal
 
 MAX_CHARS: Final = 16
@@ -24,7 +25,7 @@ MAX_WAYS: Final = 8_192  # three repetitions of the same characters in a row hav
 MAX_BOUNDED_WAYS: Final = 512  # of runs: in its stacks libllama counts how often a bounded repetition has come
 MAX_GROWTH: Final = 12  # of live stacks, between the second and the last quarter of a text
 MAX_WORK: Final = 20_000  # stacks that are followed over one character, from one place
-MAX_WORK_IN_ALL: Final = 80_000
+MAX_WORK_IN_ALL: Final = 60_000
 MAX_ALIKE: Final = 8  # characters of a run, in a row, that change no number: ways that come later begin elsewhere
 MAX_WRITTEN_OUT: Final = 128  # a longer repetition counts as one without an end
 LONG_SPAN: Final = 8
@@ -45,15 +46,21 @@ def refuse_ambiguity(
     reached = _reached(_written_out(rules, spans), root)
     walk = _Walk(reached, {name for name, span in spans.items() if span >= LONG_SPAN})
     beginning = _beginning_with(reached, (repeating | set(spans)) & reached.keys(), empty)
-    tried: set[tuple[Element, ...]] = set()
+    form = forms(_reached(rules, root), spans)
+    rests: dict[object, int] = {}  # places with the same behind them are tried once
+    tried: set[int] = set()
     for number, elements in enumerate(walk.sequences):
-        for index, element in enumerate(elements):
-            if isinstance(element, str) and element in beginning and (rest := tuple(elements[index:])) not in tried:
+        rest = -1
+        for index in range(len(elements) - 1, -1, -1):
+            element = elements[index]
+            name, _, left = element.partition("#") if isinstance(element, str) else ("", "", "")
+            rest = rests.setdefault((form[name], left, rest) if name else (element, rest), len(rests))
+            if isinstance(element, str) and element in beginning and rest not in tried:
                 tried.add(rest)
                 walk.refuse_from(number, index)
 
 
-def _reached(rules: dict[str, Sequence[Sequence[Element]]], root: str) -> dict[str, Sequence[Sequence[Element]]]:
+def _reached(rules: Rules, root: str) -> dict[str, Sequence[Sequence[Element]]]:
     """The rules that a text of `root` may come to."""
     found, todo = {root: rules[root]}, [root]
     while todo:
