@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Final
 
-from ggml_engine.chat.replies import ContentPart, ReasoningPart, ReplyParser, ReplyPart, ToolCallEnd
+from ggml_engine.chat.replies import ContentPart, ToolCallEnd
 from ggml_engine.control.generation import Reason, Update
-from ggml_engine.control.logprobs import TokenLogprobs
-from ggml_engine.server.errors import HttpProblem, problem_of
+from ggml_engine.server.choice_reader import ChoiceReader
+from ggml_engine.server.errors import HttpProblem, internal_error, problem_of
 from ggml_engine.server.events import (
     Begun,
     Ended,
@@ -25,86 +24,14 @@ from ggml_engine.server.events import (
     Progress,
     Said,
     StopReason,
-    TokenProbability,
     Usage,
 )
 from ggml_engine.server.hosted_model import HostedModel
+from ggml_engine.server.logs import log_bug
 from ggml_engine.server.metrics import Metrics
 from ggml_engine.server.prompts import Prepared
 from ggml_engine.serving.reply import Choice, Reply
 from ggml_engine.serving.request import ServingRequest
-
-LEAST_LOGPROB: Final = -9999.0  # OpenAI's stand-in for what is impossible: JSON has no infinity
-
-
-class ChoiceReader:
-    """Reads one answer: its text as parts, beside them the probabilities of the tokens that were read for them."""
-
-    def __init__(self, index: int, parser: ReplyParser | None, vocabulary: Any, *, skips_ends: bool = True) -> None:
-        self._index = index
-        self._parser = parser
-        self._vocabulary = vocabulary
-        self._skips_ends = skips_ends
-        self._held: list[TokenProbability] = []
-        self._has_answered = False
-        self._n_before_answer = 0
-        self._has_reasoned = False
-        self.n_calls = 0
-
-    @property
-    def n_reasoning(self) -> int:
-        """Tokens before the answer, where there was reasoning."""
-        return self._n_before_answer if self._has_reasoned else 0
-
-    def read(self, update: Update) -> list[Said]:
-        """What an update comes to."""
-        self._held += [self._named(each) for each in update.logprobs if not self._is_end(each.token)]
-        if self._parser is not None:
-            parts = self._parser.feed(update.text)
-        else:
-            parts = [ContentPart(update.text)] if update.text else []
-        said = self._said(parts)
-        if not self._has_answered:
-            self._n_before_answer += len(update.tokens)
-        return said
-
-    def finish(self, *, was_stopped: bool) -> list[Said]:
-        """The rest. After a stop string what is held was never shown, and its probabilities are not either."""
-        said = self._said(self._parser.finish() if self._parser is not None else [])
-        if self._held and not was_stopped:
-            said.append(Said(self._index, None, tuple(self._held)))
-        self._held = []
-        return said
-
-    def _said(self, parts: list[ReplyPart]) -> list[Said]:
-        said = []
-        for part in parts:
-            self._note(part)
-            said.append(Said(self._index, part, tuple(self._held)))
-            self._held = []
-        return said
-
-    def _note(self, part: ReplyPart) -> None:
-        if isinstance(part, ReasoningPart):
-            self._has_reasoned = True
-        else:
-            self._has_answered = True
-        if isinstance(part, ToolCallEnd) and not part.malformed:
-            self.n_calls += 1
-
-    def _is_end(self, token: int) -> bool:
-        return self._skips_ends and bool(self._vocabulary.is_end(token))
-
-    def _named(self, found: TokenLogprobs) -> TokenProbability:
-        top = tuple(self._probability(token, logprob) for token, logprob in found.top)
-        return self._probability(found.token, found.logprob, top)
-
-    def _probability(self, token: int, logprob: float, top: tuple[TokenProbability, ...] = ()) -> TokenProbability:
-        logprob = max(logprob, LEAST_LOGPROB)
-        piece = self._vocabulary.piece(token)
-        if not piece:  # a control token
-            return TokenProbability(self._vocabulary.text(token), None, logprob, top)
-        return TokenProbability(piece.decode("utf-8", "replace"), piece, logprob, top)
 
 
 class Run:
@@ -136,6 +63,7 @@ class Run:
         self._cut: set[int] = set()  # choices whose answer is whole, whatever the model would still say
         self._has_begun = False
         self._is_over = False
+        self._is_counted = False
 
     def start(self, session: str | None, partition: str) -> None:
         """Submit it. Raises what `ServingRuntime.submit` raises; then nothing runs."""
@@ -176,10 +104,13 @@ class Run:
             index, news = self._news.popleft()
             if self._is_over:
                 continue
-            if isinstance(news, Update):
-                self._update(index, news)
-            else:
-                self._settled(index, news)
+            try:
+                if isinstance(news, Update):
+                    self._update(index, news)
+                else:
+                    self._settled(index, news)
+            except Exception as error:  # of a parser or a renderer: nobody else would tell the client
+                self._break(error)
 
     def _update(self, index: int, update: Update) -> None:
         self._begin()
@@ -239,6 +170,14 @@ class Run:
         self._count()
         self._on_event(Failed(problem))
 
+    def _break(self, error: Exception) -> None:
+        """End it for a bug: whoever waits for it is told, also where all choices had ended."""
+        log_bug(error, "reading or writing an answer failed")
+        try:
+            self._fail(internal_error())
+        except Exception as further:  # there is nobody left to tell
+            log_bug(further, "a failure could not be told")
+
     def _choice(self, index: int) -> Choice:
         number, own = divmod(index, self._prepared.n)
         return self._replies[number].choices[own]
@@ -261,6 +200,9 @@ class Run:
         )
 
     def _count(self) -> None:
+        if self._is_counted:
+            return
+        self._is_counted = True
         usage = self._usage()
         self._metrics.on_tokens(
             self._model.name,
@@ -287,7 +229,11 @@ class _Listener:
 def _problem(choice: Choice, *, is_cut: bool) -> HttpProblem | None:
     """What a choice failed with; None for one that came to an end of its own."""
     if choice.reason is Reason.FAILED:
-        return problem_of(choice.error or RuntimeError("a generation failed without an error"))
+        error = choice.error or RuntimeError("a generation failed without an error")
+        problem = problem_of(error)
+        if problem.code == "internal_error":
+            log_bug(error, "a generation failed")
+        return problem
     if choice.reason is Reason.SHUTDOWN:
         return HttpProblem(503, "shutting_down", "the server, or this model, is being closed")
     if choice.reason is Reason.CANCELLED and not is_cut:

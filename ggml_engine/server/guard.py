@@ -218,7 +218,7 @@ class _Exchange:
         if isinstance(error, HTTPException):
             error = HttpProblem(error.status_code, _CODES.get(error.status_code, "http"), _sentence(error))
         problem = problem_of(error)
-        if problem.code == "internal_error":
+        if problem.code == "internal_error" and problem is not error:  # else who made it has logged it
             log_bug(error, "an endpoint failed")
         if problem.status == CLIENT_GONE:
             return

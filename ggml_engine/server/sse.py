@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from ggml_engine.server.errors import HttpProblem, dialect_of
 from ggml_engine.server.lifecycle import Lifecycle
+from ggml_engine.server.logs import log_bug
 from ggml_engine.server.timeouts import timeout
 
 MAX_PARTS: Final = 256
@@ -55,13 +56,11 @@ class EventStream(Response):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(None, 200, headers)
         del self.headers["content-length"]
-        dialect = dialect_of(request.url.path)
+        self._dialect = dialect_of(request.url.path)
         self._loop = asyncio.get_running_loop()
         self._on_cancel = on_cancel
         self._last = [] if done is None else [event_text(done)]
-        self._render_error = render_error or (
-            lambda problem: ("error" if dialect == "anthropic" else None, problem.body(dialect))
-        )
+        self._render_error = render_error or self._plain_error
         self._lifecycle: Lifecycle = request.state.lifecycle
         self._write_timeout_s: float = request.state.options.write_timeout_s
         self._lock = threading.Lock()
@@ -93,8 +92,17 @@ class EventStream(Response):
         self._end_with(problem)
 
     def _end_with(self, problem: HttpProblem) -> bool:
-        event, data = self._render_error(problem)
-        return self._end([event_text(json.dumps(data), event), *self._last])
+        try:
+            event, data = self._render_error(problem)
+            text = event_text(json.dumps(data), event)
+        except Exception as error:  # the stream has to end, and to say so
+            log_bug(error, "an error of a stream could not be written")
+            event, data = self._plain_error(problem)
+            text = event_text(json.dumps(data), event)
+        return self._end([text, *self._last])
+
+    def _plain_error(self, problem: HttpProblem) -> tuple[str | None, Mapping[str, Any]]:
+        return ("error" if self._dialect == "anthropic" else None, problem.body(self._dialect))
 
     def _add(self, text: str) -> bool:
         with self._lock:

@@ -22,7 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from ggml_engine.server.errors import HttpProblem
-from ggml_engine.server.logs import log
+from ggml_engine.server.logs import log, log_bug
 
 MAX_HEADER_BYTES: Final = 64 << 10  # of all headers, names and values
 MAX_HEADERS: Final = 100
@@ -31,7 +31,7 @@ _SEND_BUFFER: Final = 64 << 10  # in the system, for each connection: a reader t
 READ_BYTES: Final = 16 << 10  # taken from a connection at once: in the smallest chunks, some 20 ms of h11's work
 _RETRY_ACCEPT_S: Final = 0.2
 _LINGER_S: Final = 2.0
-_NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_OF_ONE_CLIENT: Final = frozenset({errno.ECONNABORTED, errno.ECONNRESET, errno.EPROTO, errno.EPERM})  # it is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,27 +223,33 @@ class Acceptor:
         self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             await self._room.enter()
             try:
-                accepted, _ = await loop.sock_accept(self._listening)
+                await self._accept()
             except OSError as error:
                 self._room.leave()
-                if error.errno in _NO_ROOM:
-                    log.warning("no connection can be accepted now: %s", error.strerror)
+                if error.errno not in _OF_ONE_CLIENT:
+                    log.warning("no connection can be accepted now: %s", error.strerror or error)
                     await asyncio.sleep(_RETRY_ACCEPT_S)
-                continue
+            except Exception as error:  # a bug must not end the accepting
+                self._room.leave()
+                log_bug(error, "a connection could not be accepted")
+                await asyncio.sleep(_RETRY_ACCEPT_S)
             except BaseException:
                 self._room.leave()
                 raise
-            try:
-                with suppress(OSError):
-                    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
-                await loop.connect_accepted_socket(self._make_protocol, accepted)
-            except OSError:
-                self._room.leave()
-                accepted.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        accepted, _ = await loop.sock_accept(self._listening)
+        try:
+            with suppress(OSError):
+                accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+            await loop.connect_accepted_socket(self._make_protocol, accepted)
+        except Exception:
+            accepted.close()
+            raise
 
     def close(self) -> None:
         """Accept no more."""

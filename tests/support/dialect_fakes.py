@@ -9,18 +9,20 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
-from fake_text import FakeText
+from fake_text import FakeSampler, FakeText
 from starlette.applications import Starlette
 
 from ggml_engine.chat.template import METADATA_KEY, ChatTemplate
 from ggml_engine.control.generation import GenerationStats, Prefill, Reason, Update
 from ggml_engine.control.logprobs import TokenLogprobs
 from ggml_engine.errors import InputError
+from ggml_engine.ggml.sampler_config import SamplerConfig
 from ggml_engine.ggml.token_bytes import TokenBytes
+from ggml_engine.ggml.vocab import StreamDecoder
 from ggml_engine.server.app import create_app
 from ggml_engine.server.hosted_model import HostedModel, ModelSize
 from ggml_engine.server.options import resolve
@@ -37,6 +39,7 @@ class Bytes:
     """A vocabulary of bytes, and a token that ends."""
 
     n_tokens = 257
+    adds_space = False
     special_tokens = {"<|end|>": END}  # noqa: RUF012
 
     def __init__(self) -> None:
@@ -66,6 +69,23 @@ class Bytes:
 
     def text(self, token: int) -> str:
         return "<|end|>" if token == END else chr(token)
+
+
+class ScriptedText(FakeText):
+    """For a real runner: every generation says `said`, a token for each byte, and ends."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(Bytes.n_tokens, ends=(END,))
+        self.said = said
+
+    def sampler(self, config: SamplerConfig) -> FakeSampler:
+        made = super().sampler(config)
+        tokens = iter((*self.said.encode(), END))
+        made.sample = lambda _logits: next(tokens)  # type: ignore[method-assign,misc]
+        return made
+
+    def decoder(self, shown: frozenset[int] = frozenset()) -> Any:
+        return StreamDecoder(cast(Any, Bytes()), shown=shown)
 
 
 @dataclass(eq=False)
@@ -196,9 +216,11 @@ def transport_of(sdk: Any, server: FakeServer) -> Any:
 
 
 @asynccontextmanager
-async def fake_server(template: str | None = TEMPLATE, **options: Any) -> AsyncIterator[FakeServer]:
-    """A server in this process, without a socket."""
-    runtime = FakeRuntime()
+async def fake_server(
+    template: str | None = TEMPLATE, *, runtime: Any = None, **options: Any
+) -> AsyncIterator[FakeServer]:
+    """A server in this process, without a socket; over a `FakeRuntime`, where no other runtime is given."""
+    runtime = FakeRuntime() if runtime is None else runtime
     made = None if template is None else ChatTemplate(template)
     engine = SimpleNamespace(
         vocabulary=Bytes(),
@@ -223,10 +245,10 @@ async def fake_server(template: str | None = TEMPLATE, **options: Any) -> AsyncI
     await app.state.host.close()
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
+def run(test: Coroutine[Any, Any, None], timeout_s: float = 30) -> None:
     """`asyncio.run` that ends."""
 
     async def bounded() -> None:
-        await asyncio.wait_for(test, 30)
+        await asyncio.wait_for(test, timeout_s)
 
     asyncio.run(bounded())

@@ -197,6 +197,50 @@ class TestValues:
     def test_the_number_of_choices_is_bounded(self, kind: type, value: object) -> None:
         assert refused(kind, n=value).param == "n"
 
+    @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+    def test_as_many_choices_as_the_bound_are_taken(self, kind: type) -> None:
+        assert [job(kind, n=n).n for n in (1, 128, None)] == [1, 128, 1]
+
+    @pytest.mark.parametrize(
+        ("kind", "field", "beside"),
+        [
+            (ChatRequest, "top_logprobs", {"logprobs": True}),
+            (CompletionRequest, "logprobs", {}),
+            (ResponseRequest, "top_logprobs", {}),
+        ],
+    )
+    def test_the_number_of_probabilities_is_bounded(self, kind: type, field: str, beside: dict[str, Any]) -> None:
+        assert [job(kind, **beside, **{field: n}).logprobs for n in (0, 20)] == [0, 20]
+        for value in (21, -1, 10**30, True, 1.0, "1"):
+            problem = refused(kind, **beside, **{field: value})
+            assert (problem.code, problem.param) == ("invalid_value", field)
+            assert field in problem.message
+
+    @pytest.mark.parametrize("n", [None, 1, 2])
+    def test_the_best_of_more_than_are_shown_is_refused(self, n: int | None) -> None:
+        given = {} if n is None else {"n": n}
+        assert job(CompletionRequest, best_of=n or 1, **given).n == (n or 1)
+        for value in (0, -1, (n or 1) + 1, 129, 10**30):
+            problem = refused(CompletionRequest, best_of=value, **given)
+            assert (problem.code, problem.param) == ("unsupported_parameter", "best_of")
+            assert str(value) in problem.message
+        for wrong in (True, 1.0, "1", []):
+            assert refused(CompletionRequest, best_of=wrong, **given).code == "invalid_value"
+
+    @pytest.mark.parametrize(
+        ("kind", "field"),
+        [
+            (ChatRequest, "best_of"),
+            *((kind, field) for kind in (ResponseRequest, MessagesRequest) for field in ("n", "best_of", "logprobs")),
+            (MessagesRequest, "top_logprobs"),
+            (MessagesRequest, "stop"),
+            (CountRequest, "stop"),
+        ],
+    )
+    def test_where_a_field_does_not_exist_it_is_refused_by_name(self, kind: type, field: str) -> None:
+        problem = refused(kind, **{field: 1})
+        assert (problem.code, problem.param) == ("unsupported_parameter", field)
+
     @pytest.mark.parametrize("kind", GENERATING)
     def test_the_number_of_tokens_is_at_least_one(self, kind: type) -> None:
         field = "max_output_tokens" if kind is ResponseRequest else "max_tokens"
@@ -208,6 +252,7 @@ class TestValues:
     def test_stop_strings_are_bounded_in_number_and_bytes(self, kind: type) -> None:
         field = "stop_sequences" if kind is MessagesRequest else "stop"
         assert job(kind, **{field: ["a", "é" * 128]}).stop == ("a", "é" * 128)
+        assert len(job(kind, **{field: ["x"] * 16}).stop) == 16
         for value in ([""], ["x" * 257], ["é" * 129], ["x"] * 17, [5], 5):
             problem = refused(kind, **{field: value})
             assert problem.param is not None

@@ -81,12 +81,23 @@ class TestWhatReachesTheRuntime:
 
         run(test())
 
-    def test_more_choices_than_the_option_are_refused(self) -> None:
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            ("/v1/chat/completions", {"messages": ANTHROPIC["messages"]}),
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/completions", {"prompt": "x", "best_of": 3}),
+        ],
+    )
+    def test_more_choices_than_the_option_are_refused(self, path: str, body: dict[str, Any], stream: bool) -> None:
         async def test() -> None:
             async with fake_server(max_choices=2) as server:
-                found = await server.chat(n=3)
+                found = await server.post(path, n=3, stream=stream, **body)
                 assert (found.status_code, found.json()["error"]["param"]) == (400, "n")
                 assert not server.runtime.replies
+                within = {name: value for name, value in body.items() if name != "best_of"}
+                assert len((await server.post(path, n=2, **within)).json()["choices"]) == 2
 
         run(test())
 
@@ -506,6 +517,46 @@ class TestTools:
                 assert choice["message"]["content"] is None
                 assert choice["finish_reason"] == "tool_calls"
                 assert server.runtime.replies[-1].choices[0].n_cancels == 1
+
+        run(test())
+
+    @pytest.mark.parametrize("value", ['{"a": "\\ud800"}', '{"a": 1e999}'])
+    def test_a_call_whose_arguments_json_cannot_hold_is_text_in_every_dialect(self, value: str) -> None:
+        written = f'<tool_call>{{"name": "weather", "arguments": {value}}}</tool_call>'
+
+        def script(reply: FakeReply) -> None:
+            reply.say(written)
+            reply.end()
+
+        claude = {**ANTHROPIC, "tools": [{"name": "weather", "input_schema": {"type": "object"}}]}
+        flat = {"tools": [{"type": "function", "name": "weather", "parameters": {"type": "object"}}], "input": "x"}
+
+        async def test() -> None:
+            async with fake_server() as server:
+                server.runtime.script = script
+                found = await server.post("/v1/messages", **claude)
+                assert found.status_code == 200
+                assert found.json()["content"] == [{"type": "text", "text": written}]
+                assert found.json()["stop_reason"] == "end_turn"
+                choice = (await server.chat(tools=[TOOL])).json()["choices"][0]
+                assert (choice["message"]["content"], choice["finish_reason"]) == (written, "stop")
+                assert "tool_calls" not in choice["message"]
+                [item] = (await server.post("/v1/responses", **flat)).json()["output"]
+                assert item["content"][0]["text"] == written
+
+                streamed = stream_data(await server.post("/v1/messages", stream=True, **claude))
+                assert [data["delta"]["stop_reason"] for data in streamed if data["type"] == "message_delta"] == [
+                    "end_turn"
+                ]
+                deltas = [data["delta"] for data in streamed if data["type"] == "content_block_delta"]
+                assert "".join(delta.get("text", "") for delta in deltas) == written
+                streamed = stream_data(await server.chat(tools=[TOOL], stream=True))[:-1]
+                assert "".join(data["choices"][0]["delta"].get("content") or "" for data in streamed) == written
+                assert streamed[-1]["choices"][0]["finish_reason"] == "stop"
+                streamed = stream_data(await server.post("/v1/responses", stream=True, **flat))
+                [call, item] = streamed[-1]["response"]["output"]
+                assert (call["type"], call["status"]) == ("function_call", "incomplete")
+                assert item["content"][0]["text"] == written
 
         run(test())
 

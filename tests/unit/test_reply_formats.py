@@ -171,6 +171,46 @@ def test_what_is_no_call_is_text_and_nothing_of_it_is_lost(name: str, text: str)
     assert read_as(name, text) == ReplyMessage(text)
 
 
+HALF, HUGE = '{"a": "\\ud800"}', '{"a": [1, -1e999]}'
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(
+            (name, f'<tool_call>{{"name": "now", "arguments": {value}}}</tool_call>')
+            for name in ("hermes", "generic", "qwen3-coder")
+            for value in (HALF, HUGE)
+        ),
+        *(("hermes", f'<tool_call>{{"arguments": {value}, "name": "now"}}</tool_call>') for value in (HALF, HUGE)),
+        ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": \\"\\\\ud800\\"}"}</tool_call>'),
+        *(
+            ("qwen3-coder", f"<function=get_weather><parameter=days>{value}</parameter></function>")
+            for value in ('"\\ud800"', "1e999")
+        ),
+        *(("llama3", f'{{"name": "now", "parameters": {value}}}') for value in (HALF, HUGE)),
+        ("llama3", "<|python_tag|>now.call(a=1e999)"),
+        *(("mistral", f'[TOOL_CALLS][{{"name": "now", "arguments": {value}}}]') for value in (HALF, HUGE)),
+        *(("mistral", f"[TOOL_CALLS]now[ARGS]{value}") for value in (HALF, HUGE)),
+        *(("gemma", f'{{"name": "now", "parameters": {value}}}') for value in (HALF, HUGE)),
+        ("gemma", "```tool_code\nnow(a=1e999)\n```"),
+        ("gemma4", "<|tool_call>call:now{a:1e999}<tool_call|>"),
+        ("functiongemma", "<start_function_call>call:now{a:-1e999}<end_function_call>"),
+        *(("gpt-oss", f" to=functions.now<|channel|>commentary json<|message|>{value}") for value in (HALF, HUGE)),
+    ],
+)
+def test_arguments_that_json_cannot_hold_are_no_call_and_not_lost(name: str, text: str) -> None:
+    assert read_as(name, text) == ReplyMessage(text)
+
+
+def test_a_pair_of_surrogates_is_a_character() -> None:
+    [call] = read_as(
+        "hermes", '<tool_call>{"name": "now", "arguments": {"a": "\\ud83d\\ude00"}}</tool_call>'
+    ).tool_calls
+    assert json.loads(call.arguments) == {"a": "\U0001f600"}
+
+
 def test_arguments_stream_in_every_format() -> None:
     for name, text in {
         "llama3": '{"name": "now", "parameters": {"a": "bcdefghi"}}',

@@ -6,6 +6,7 @@ comes out escaped. Invariant: what is consumed, and what is said of it, does not
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Final
 
@@ -158,3 +159,12 @@ def is_json_object(text: str) -> bool:
     scanner = JsonScanner()
     _, end = scanner.feed(text, 0)
     return scanner.is_done and text.lstrip(" \t\n\r").startswith("{") and not text[end:].strip(" \t\n\r")
+
+
+def is_encodable(text: str) -> bool:
+    """Whether what the JSON says can be written again: no half of a surrogate pair, and no number beyond a double."""
+    try:
+        json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        return False
+    return True

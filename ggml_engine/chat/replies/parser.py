@@ -10,7 +10,7 @@ import secrets
 import string
 from collections.abc import Callable, Collection, Sequence
 
-from .json_scan import is_json_object
+from .json_scan import is_encodable, is_json_object
 from .parts import ContentPart, ReasoningPart, ReplyPart, ToolCallArguments, ToolCallBegin, ToolCallEnd
 from .reader import MalformedError, Marks, Reader, Reading
 
@@ -158,11 +158,14 @@ class ReplyParser(Reader):
             self._n_calls += 1
             self._put(ToolCallBegin(call.index, self._new_id(), call.name))
         if text:
+            call.arguments.append(text)
             self._put(ToolCallArguments(call.index, text))
 
     def end_call(self) -> None:
-        """The call is complete; what follows it is no part of it."""
+        """The call is complete; what follows it is no part of it. MalformedError for what JSON cannot hold."""
         if self._call is not None:
+            if not is_encodable("".join(self._call.arguments)):
+                raise MalformedError
             self._put(ToolCallEnd(self._call.index))
         self._call = None
         self._raw = None
@@ -221,7 +224,7 @@ class ReplyParser(Reader):
             yield from self.pass_json(put)
         elif start == '"':
             text = yield from self.json_text()
-            if not is_json_object(text):
+            if not (is_json_object(text) and is_encodable(text)):  # the text may have halves of surrogates as they are
                 raise MalformedError
             put(text)
         else:
@@ -232,12 +235,13 @@ class ReplyParser(Reader):
 class _Call:
     """A call that is being read."""
 
-    __slots__ = ("has_begun", "index", "name")
+    __slots__ = ("arguments", "has_begun", "index", "name")
 
     def __init__(self, index: int, name: str) -> None:
         self.index = index
         self.name = name
         self.has_begun = False
+        self.arguments: list[str] = []
 
 
 def parse_reply(parser: ReplyParser, pieces: Sequence[str]) -> list[ReplyPart]:

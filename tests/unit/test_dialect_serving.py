@@ -1,0 +1,108 @@
+"""The four dialects over a real `ServingRuntime` and runner, whose executor is a fake and whose tokens are bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from dialect_fakes import ScriptedText, fake_server, run, stream_data
+from serving_bench import Serving, serving
+
+HELLO = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HELLO},
+    "/v1/completions": {"prompt": "hi", "max_tokens": 500},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 500},
+}
+WIDE = "A\u00e9\u20ac\U0001f600 \U0001f469\u200d\U0001f467\ufe0f!\U0001f1eb\U0001f1f7"  # of one to four bytes
+
+
+def bytes_serving(said: str) -> Any:
+    """A runtime whose every answer is this text."""
+    text = ScriptedText(said)
+    return serving(text=text, n_vocab=text.n_vocab)
+
+
+def deltas(path: str, events: list[Any]) -> list[str]:
+    """The pieces of a stream's text, one for each event that has one."""
+    if path == "/v1/messages":
+        return [each["delta"]["text"] for each in events if each["type"] == "content_block_delta"]
+    if path == "/v1/responses":
+        return [each["delta"] for each in events if each["type"] == "response.output_text.delta"]
+    choices = [each["choices"][0] for each in events if each != "[DONE]"]
+    if path == "/v1/completions":
+        return [choice["text"] for choice in choices if choice["text"]]
+    return [choice["delta"]["content"] for choice in choices if choice["delta"].get("content")]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_character_of_several_tokens_is_in_one_event(path: str) -> None:
+    async def test(s: Serving) -> None:
+        async with fake_server(runtime=s.runtime) as server:
+            pieces = deltas(path, stream_data(await server.post(path, stream=True, **BODIES[path])))
+            assert "".join(pieces) == WIDE
+            assert 1 < len(pieces) <= len(WIDE)
+            assert all(set(piece) <= set(WIDE) for piece in pieces)
+
+    with bytes_serving(WIDE) as s:
+        run(test(s))
+
+
+def test_a_character_that_is_cut_off_by_the_bound_is_marked_at_the_end() -> None:
+    async def test(s: Serving) -> None:
+        async with fake_server(runtime=s.runtime) as server:
+            pieces = deltas(
+                "/v1/completions",
+                stream_data(await server.post("/v1/completions", prompt="hi", max_tokens=8, stream=True)),
+            )
+            assert "".join(pieces) == "A\u00e9\u20ac\ufffd"
+
+    with bytes_serving(WIDE) as s:
+        run(test(s))
+
+
+def test_the_bytes_of_probabilities_are_those_of_the_characters() -> None:
+    async def test(s: Serving) -> None:
+        async with fake_server(runtime=s.runtime) as server:
+            events = stream_data(await server.chat(stream=True, logprobs=True))[:-1]
+            named = [
+                entry for each in events for entry in (each["choices"][0]["logprobs"] or {"content": []})["content"]
+            ]
+            assert bytes(byte for entry in named for byte in entry["bytes"]) == WIDE.encode()
+            assert "".join(deltas("/v1/chat/completions", events)) == WIDE
+
+    with bytes_serving(WIDE) as s:
+        run(test(s))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+def test_a_session_in_use_is_a_conflict_in_the_dialects_words(path: str, stream: bool) -> None:
+    body = {**BODIES[path], "stream": stream}
+
+    async def test(s: Serving) -> None:
+        async with fake_server(runtime=s.runtime) as server:
+            with s.b.executor.holding_forward() as gate:
+                first = asyncio.create_task(server.post(path, session_id="a", **body))
+                await asyncio.to_thread(gate.wait_held)
+                second = await server.post(path, {"X-Session-ID": "a"}, **body)
+                assert not first.done()
+                assert second.status_code == 409
+                assert second.headers["content-type"] == "application/json"
+                error = second.json()["error"]
+                assert "'a' is in use" in error["message"]
+                if path == "/v1/messages":
+                    assert second.json()["type"] == "error"
+                    assert error["type"] == "invalid_request_error"
+                else:
+                    assert (error["type"], error["code"]) == ("conflict_error", "session_busy")
+                other = asyncio.create_task(server.post(path, session_id="b", **body))  # others are not in its way
+            assert (await first).status_code == (await other).status_code == 200
+            again = await server.post(path, session_id="a", **body)
+            assert again.status_code == 200
+            assert "hello" in again.text or "".join(deltas(path, stream_data(again))) == "hello"
+
+    with bytes_serving("hello") as s:
+        run(test(s))
