@@ -52,6 +52,7 @@ def check_grammar(text: str, root: str = "root") -> Checked:
         {name: rule.span for name, rule in rules.items() if rule.span > 1},
         recursive(rules),
         empty,
+        root,
     )
     return Checked(parsed.token_ids, parsed.token_texts)
 

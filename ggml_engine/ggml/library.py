@@ -33,7 +33,7 @@ CHECKED_VERSIONS = {"0.25.3": "0.3.36"}
 _OBJECT_HEADER_BYTES = 32  # sizeof(struct ggml_object), which ggml_tensor_overhead() includes
 _LOG_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
 _LOG_CONTINUES = 5
-_LOG_DEBUG, _LOG_WARN = 1, 3
+_LOG_ANY, _LOG_WARN = 0, 3
 
 log = logging.getLogger("ggml_engine.native")
 
@@ -241,7 +241,7 @@ def _log_callback() -> Any:
         from ggml_engine.native import _kernels as native  # noqa: PLC0415  # absent where nothing was built
     except ImportError:
         return _on_log
-    least = _LOG_DEBUG if log.isEnabledFor(logging.DEBUG) else _LOG_WARN
+    least = _LOG_ANY if log.isEnabledFor(logging.DEBUG) else _LOG_WARN
     address = native.filter_log(least, int(ffi.cast("uintptr_t", _on_log)))
     return _on_log if address is None else ffi.cast("ggml_log_callback", address)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ggml_engine.ggml.joint_kernel import JointKernel, find_joint_kernel
 from ggml_engine.ggml.ops import GraphBuilder, Tensor
+from ggml_engine.ggml.tensor_types import TensorType
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class JointProducts:
 
     def takes(self, x: Tensor, weight: Tensor) -> bool:
         """Whether a product can be one of these: of matrices, the weight as the file has it."""
+        if x.type is not TensorType.F32 or not x.has_contiguous_rows:
+            return False
         if x.ne[2:] != (1, 1) or weight.ne[2:] != (1, 1) or not self._kernel.takes(weight.type, x.ne[1]):
             return False
         buffer = weight.ptr.buffer  # none: a view, or made by the graph
@@ -54,7 +57,7 @@ class JointProducts:
 
     def note_norm(self, y: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
         """y is x [k, tokens], RMS-normed and multiplied with a weight [k]."""
-        if x.ne[2:] == (1, 1) and weight.ne == (x.ne[0], 1, 1, 1):
+        if weight.type is TensorType.F32 and x.ne[2:] == (1, 1) and weight.ne == (x.ne[0], 1, 1, 1):
             self._norms[y] = _Norm(x, weight, eps)
 
     def multiply(self, x: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -69,7 +72,9 @@ class JointProducts:
         """y + other; None where neither is such a product."""
         for summed, added in ((y, other), (other, y)):
             product = self._products.get(summed)
-            if product is not None and added.ne == summed.ne:
+            if product is None or added.type is not TensorType.F32 or not added.has_contiguous_rows:
+                continue
+            if added.ne == summed.ne:
                 return self._make(product.x, [product.weight], product.norm, added, [name])[0]
         return None
 

@@ -12,13 +12,11 @@
 #include "joint_products.h"
 #include "log_filter.h"
 #include "panel_products.h"
+#include "processor.h"
 
 static const struct cell_kernel * choose(void) {
 #if defined(__x86_64__) && defined(__GNUC__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-        return &cell_kernel_avx2;
-    }
+    if (processor_has_avx2_fma_f16c()) return &cell_kernel_avx2;
 #elif defined(__aarch64__) && defined(__GNUC__)
     return &cell_kernel_neon;
 #endif

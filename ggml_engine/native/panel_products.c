@@ -3,16 +3,17 @@
 
 #include <string.h>
 
+#include "processor.h"
+
 const struct panel_kernel * panel_kernel_of_processor(void) {
 #if defined(__x86_64__) && defined(__GNUC__)
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) {
-        return NULL;
-    }
+    if (!processor_has_avx2_fma_f16c()) return NULL;
+#if PANEL_HAS_AVX512
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni")) {
         return &panel_kernel_avx512;
     }
-#if __GNUC__ >= 11 && !defined(__clang__) /* a compiler that knows this one's name */
+#endif
+#if PANEL_HAS_AVXVNNI
     if (__builtin_cpu_supports("avxvnni")) return &panel_kernel_avxvnni;
 #endif
     return &panel_kernel_avx2;
@@ -32,10 +33,11 @@ static uint32_t next_random(uint32_t * state) {
 int panel_agrees(const struct panel_kernel * kernel, enum panel_type type, panel_dot dot, panel_pack pack) {
     enum { N = CHECK_BLOCKS * PANEL_BLOCK };
     static const int block_bytes[] = { [PANEL_Q4_1] = 20, [PANEL_Q5_1] = 24, [PANEL_Q8_0] = 34, [PANEL_Q5_0] = 22 };
-    char weight[CHECK_ROWS * CHECK_BLOCKS * CHECK_MOST_BLOCK_BYTES], packed[CHECK_TOKENS][CHECK_BLOCKS * 36];
+    _Alignas(64) char weight[CHECK_ROWS * CHECK_BLOCKS * CHECK_MOST_BLOCK_BYTES];
+    _Alignas(64) char packed[CHECK_TOKENS][CHECK_BLOCKS * CHECK_MOST_BLOCK_BYTES];
     struct panel_x_signed x[CHECK_TOKENS][CHECK_BLOCKS]; /* the larger of both forms */
     float found[CHECK_TOKENS][CHECK_ROWS], wanted[CHECK_TOKENS][CHECK_ROWS], values[N];
-    char memory[CHECK_BLOCKS * CHECK_MOST_LANES * (PANEL_BLOCK + 2 * sizeof(float))];
+    _Alignas(64) char memory[CHECK_BLOCKS * CHECK_MOST_LANES * (PANEL_BLOCK + 2 * sizeof(float))];
     const size_t stride = (size_t) (CHECK_BLOCKS * block_bytes[type]);
     uint32_t state = 1;
     for (int i = 0; i < CHECK_ROWS * CHECK_BLOCKS; ++i) {

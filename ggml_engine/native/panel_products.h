@@ -5,6 +5,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Which compilers know the instructions, and their names at run time. */
+#if defined(__x86_64__) && defined(__clang__)
+#define PANEL_HAS_AVX512 1
+#elif defined(__x86_64__) && defined(__GNUC__)
+#define PANEL_HAS_AVX512 (__GNUC__ >= 8)
+#define PANEL_HAS_AVXVNNI (__GNUC__ >= 11)
+#endif
+
 enum {
     PANEL_BLOCK = 32, /* weights that share a scale, in all of these types */
     PANEL_QUADS = 8,  /* of a block: what an instruction multiplies and sums for one row */
@@ -56,7 +64,8 @@ const struct panel_kernel * panel_kernel_of_processor(void);
 typedef void (*panel_pack)(const float * x, void * y, int64_t k);
 typedef void (*panel_dot)(int n, float * s, size_t bs, const void * x, size_t bx, const void * y, size_t by, int nrc);
 
-/* Whether random rows come out as ggml's own product of two rows makes them, to the bit. It depends on how ggml was
+/* Whether random rows come out as ggml's own product of two rows makes them, to the bit. Activations are finite: of NaN
+   ggml's packing may make -128, whose sign its signed products lose. It depends on how ggml was
    compiled: with which instructions, and whether these fuse products with sums. */
 int panel_agrees(const struct panel_kernel * kernel, enum panel_type type, panel_dot dot, panel_pack pack);
 

@@ -1,6 +1,6 @@
 /* Panels for x86-64 with AVX-512 (F, BW) and its VNNI (2019). */
 #include "panel_products.h"
-#if defined(__x86_64__) && defined(__GNUC__)
+#if PANEL_HAS_AVX512
 #include <immintrin.h>
 #include <string.h>
 #if defined(__clang__)

@@ -1,6 +1,6 @@
 /* Panels for x86-64 with AVX-VNNI (2021), beside AVX2, FMA and F16C. */
 #include "panel_products.h"
-#if defined(__x86_64__) && defined(__GNUC__) && (__GNUC__ >= 11 || defined(__clang__))
+#if PANEL_HAS_AVXVNNI
 #include <immintrin.h>
 #include <string.h>
 #if defined(__clang__)

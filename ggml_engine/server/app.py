@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -81,7 +82,7 @@ def create_app(
         any_model=server.any_model,
     )
     state["host"] = host
-    state["saving"] = asyncio.Lock()
+    state["saving"] = threading.Lock()
     state["session_workers"] = session_workers = Workers(_SESSION_THREADS, "ggml-engine-sessions")
     state["metrics"] = measured = Metrics(host, lifecycle)
     state["started"] = started = asyncio.Event()

@@ -88,11 +88,19 @@ class HttpProblem(Exception):  # noqa: N818 - what it is called in HTTP (RFC 945
         other = "invalid_request_error" if self.status < 500 else "server_error"
         if dialect == "anthropic":
             kind = _ANTHROPIC_TYPES.get(self.status, other if self.status < 500 else "api_error")
-            return {"type": "error", "error": {"type": kind, "message": self.message}}
+            return {"type": "error", "error": {"type": kind, "message": self._anthropic_message()}}
         kind = _OPENAI_TYPES.get(self.status, other)
         return {
             "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code, **self.details}
         }
+
+    def _anthropic_message(self) -> str:
+        """In this dialect agents know by these words alone that a conversation is to be made shorter."""
+        if self.code != "context_length_exceeded":
+            return self.message
+        if "n_prompt_tokens" not in self.details:
+            return f"prompt is too long: {self.message}"
+        return f"prompt is too long: {self.details['n_prompt_tokens']} tokens > {self.details['n_ctx']} maximum"
 
 
 def dialect_of(path: str) -> Dialect:

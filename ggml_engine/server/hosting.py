@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -68,6 +69,7 @@ class ModelHost:
         self._clock = clock
         self._admission = asyncio.Lock()
         self._threads = Workers(len(self._slots) + 2, "ggml-engine-models")
+        self._unended: list[tuple[HostedModel, int]] = []  # unloaded, but still at work: their bytes are not free yet
         self._is_closed = False
         self.n_loads = 0
         self.failure: HttpProblem | None = None
@@ -193,7 +195,8 @@ class ModelHost:
                     f"the model {slot.name!r} takes {size}, the memory budget is {gib(self._budget)}",
                     "model",
                 )
-            while sum(other.n_bytes for other in self._slots.values()) + size.total > self._budget:
+            await self._end_rest()
+            while self._n_reserved() + size.total > self._budget:
                 idle = [other for other in self._slots.values() if other.model is not None and not other.n_users]
                 if not idle:
                     raise HttpProblem(
@@ -217,15 +220,39 @@ class ModelHost:
             await asyncio.shield(slot.closing)
             await self._threads.call(give_back)
 
+    def _n_reserved(self) -> int:
+        return sum(slot.n_bytes for slot in self._slots.values()) + sum(n_bytes for _, n_bytes in self._unended)
+
     async def _close(self, slot: _Slot, model: HostedModel, timeout: float = CLOSE_S) -> bool:
+        """Whether all of it was freed; what was not is tried again by `_end_rest`."""
+        is_whole = False
         try:
-            return await self._threads.call(lambda: model.close(timeout))
+            is_whole = await self._threads.call(lambda: model.close(timeout))
+        except EngineError as error:
+            log.error("the model %s is not freed: %s", slot.name, error)
         finally:
+            if not is_whole:
+                self._unended.append((model, slot.n_bytes))
             slot.n_bytes = 0
             slot.closing = None
+        return is_whole
+
+    async def _end_rest(self) -> None:
+        """Close once more what was still at work when it was unloaded."""
+        for rest in list(self._unended):
+            model = rest[0]
+            try:
+                is_whole = await self._threads.call(partial(model.close, 0.0))
+            except EngineError as error:
+                log.error("the model %s is not freed: %s", model.name, error)
+                continue
+            if is_whole and rest in self._unended:
+                self._unended.remove(rest)
 
     async def unload_idle(self) -> None:
         """Unload what nobody has used for `idle_s`."""
+        async with self._admission:
+            await self._end_rest()
         if self._idle_s is None:
             return
         now = self._clock()
@@ -262,7 +289,9 @@ class ModelHost:
                 closings.append(asyncio.create_task(self._close(slot, model, max(0.0, until - time.monotonic()))))
         if closings:
             await asyncio.wait(closings, timeout=max(0.0, until - time.monotonic()))
-        is_whole = all(task.done() for task in tasks) and all(task.done() and task.result() for task in closings)
+        if self._unended:
+            await asyncio.wait({asyncio.create_task(self._end_rest())}, timeout=max(0.0, until - time.monotonic()))
+        is_whole = all(task.done() for task in (*tasks, *closings)) and not self._unended
         self._threads.close()
         return is_whole
 

@@ -122,7 +122,7 @@ def _chat(model: HostedModel, job: ChatJob, partition: str) -> Prepared:
         sampler = _held_once_it_calls(model, job, reply_format, prompt_end)
     shown = reply_format.shown_tokens(special) if may_call else _shown_reasoning(reply_format, special)
     ends = frozenset(special[text] for text in reply_format.end_texts if may_call and text in special)
-    config = _config(model, job, sampler, shown, ends)
+    config = _config(model, job, sampler, shown, ends, "tools" if job.tool_choice.is_forced else "grammar")
 
     def new_parser() -> ReplyParser:
         return reply_format.parser(job.tools if may_call else None, prompt_end=prompt_end)
@@ -191,11 +191,13 @@ def _config(
     sampler: SamplerConfig,
     shown_tokens: frozenset[int],
     stop_tokens: frozenset[int],
+    grammar_field: str = "grammar",
 ) -> GenConfig:
     if sampler.json_schema is not None:
         sampler = replace(sampler, grammar=_grammar_of(sampler.json_schema, job.schema_field), json_schema=None)
+        _check_grammar(model, sampler, job.schema_field)
     elif isinstance(sampler.grammar, str):
-        _check_grammar(model, sampler)
+        _check_grammar(model, sampler, grammar_field)
     return GenConfig(
         max_tokens=job.max_tokens,
         stop=job.stop,
@@ -214,12 +216,12 @@ def _grammar_of(schema: str | dict[str, Any], field: str) -> str:
         raise HttpProblem(400, "invalid_value", f"{field}: {error}", field) from None
 
 
-def _check_grammar(model: HostedModel, sampler: SamplerConfig) -> None:
-    """A grammar that cannot be is said before a stream begins."""
+def _check_grammar(model: HostedModel, sampler: SamplerConfig, field: str) -> None:
+    """A grammar that cannot be is said before a stream begins, with the field that it comes from."""
     try:
         model.runtime.runner.text.sampler(sampler).close()
     except (InputError, OptionError) as error:
-        raise HttpProblem(400, "invalid_value", f"grammar: {error}", "grammar") from None
+        raise HttpProblem(400, "invalid_value", f"{field}: {error}", field) from None
 
 
 def _check_biases(model: HostedModel, sampler: SamplerConfig) -> None:

@@ -7,10 +7,11 @@ threads for that alone (`session_workers`): neither it nor the loading of a mode
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
@@ -65,6 +66,7 @@ class Stored(AboutSession):
 
 
 Body = TypeVar("Body", bound=AboutSession)
+Result = TypeVar("Result")
 
 
 @asynccontextmanager
@@ -74,6 +76,18 @@ async def _called(request: Request, kind: type[Body]) -> AsyncIterator[tuple[str
     body = validated(kind, await read_json(request))
     async with request.state.host.use(body.model) as model:
         yield name, body, model
+
+
+async def _in_thread(request: Request, function: Callable[[], Result]) -> Result:
+    """What it makes, in a thread for sessions. A caller that leaves does not end it: until then the model is kept."""
+    call = asyncio.ensure_future(request.state.session_workers.call(function))
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait({call})
+        if not call.cancelled():
+            call.exception()  # nobody else looks at it
+        raise
 
 
 def _shown(model: HostedModel, info: Any) -> dict[str, Any]:
@@ -104,8 +118,8 @@ async def fork(request: Request) -> Response:
     """A further session that shares the first tokens of this one, which may be in use."""
     partition = request.state.partition
     async with _called(request, Fork) as (name, body, model):
-        info = await request.state.session_workers.call(
-            lambda: model.runtime.fork(partition, name, body.name, body.at, timeout=_WAIT_S)
+        info = await _in_thread(
+            request, lambda: model.runtime.fork(partition, name, body.name, body.at, timeout=_WAIT_S)
         )
     return JSONResponse(_shown(model, info))
 
@@ -114,9 +128,7 @@ async def rewind(request: Request) -> Response:
     """Go back to a position."""
     partition = request.state.partition
     async with _called(request, Rewind) as (name, body, model):
-        info = await request.state.session_workers.call(
-            lambda: model.runtime.rewind(partition, name, body.to, timeout=_WAIT_S)
-        )
+        info = await _in_thread(request, lambda: model.runtime.rewind(partition, name, body.to, timeout=_WAIT_S))
     return JSONResponse(_shown(model, info))
 
 
@@ -125,12 +137,16 @@ async def save(request: Request) -> Response:
     async with _called(request, Stored) as (name, body, model):
         directory, file = _directory(request, model.name), name if body.file is None else body.file
         path = path_of(directory, file)  # before anything is measured
-        async with request.state.saving:  # so that two cannot both find room for one
-            await request.state.session_workers.call(lambda: _save(request, model, name, directory, file, path))
+        await _in_thread(request, lambda: _save(request, model, name, directory, file, path))
     return JSONResponse({"id": name, "object": "session.saved", "file": file, "model": model.name})
 
 
 def _save(request: Request, model: HostedModel, name: str, directory: Path, file: str, path: Path) -> None:
+    with request.state.saving:  # so that two cannot both find room for one
+        _save_alone(request, model, name, directory, file, path)
+
+
+def _save_alone(request: Request, model: HostedModel, name: str, directory: Path, file: str, path: Path) -> None:
     partition = request.state.partition
     positions = [info.position for info in model.runtime.sessions(partition) if info.name == name]
     needed = (positions[0] if positions else 0) * model.engine.executor.bytes_per_cell + _HEADER_BYTES
@@ -150,8 +166,8 @@ async def load(request: Request) -> Response:
     async with _called(request, Stored) as (name, body, model):
         directory, file = _directory(request, model.name), name if body.file is None else body.file
         path_of(directory, file)
-        info = await request.state.session_workers.call(
-            lambda: model.runtime.load(request.state.partition, name, directory, file, timeout=_WAIT_S)
+        info = await _in_thread(
+            request, lambda: model.runtime.load(request.state.partition, name, directory, file, timeout=_WAIT_S)
         )
     return JSONResponse(_shown(model, info))
 

@@ -153,6 +153,5 @@ class Beginning:
             self._give_up(None)
             return
         if self._named is not None:
-            self._named.let_go()
-            self._named.session = session
+            self._named.let_go(session)
         self._begin(session, True)

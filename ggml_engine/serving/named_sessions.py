@@ -100,8 +100,7 @@ class NamedSessions:
         """A session of what was saved; the one that had the name is closed only when that is there."""
         with self._claimed(partition, name) as named:
             loaded = self._runner.load_session(directory, file, timeout)
-            named.let_go()
-            named.session = loaded
+            named.let_go(loaded)
         return self._info(named)
 
     def _begun(self, partition: str, name: str) -> Session:

@@ -1,10 +1,12 @@
 """`SessionNames`: named sessions by partition and name, who uses each, and which of them goes.
 
-Not locked: the runtime's lock is held around it.
+A partition that holds less than its share finds room while others hold more than theirs. Not locked: the runtime's lock
+is held around it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,12 +38,13 @@ class NamedSession:
 
     def info(self) -> SessionInfo:
         """What callers are told of it."""
-        position = 0 if self.session is None else self.session.position
+        session = self.session  # who uses it may take another in its place meanwhile
+        position = 0 if session is None else session.position
         return SessionInfo(self.key[1], position, self.is_busy, self.last_used)
 
-    def let_go(self) -> None:
-        """Close its session."""
-        session, self.session = self.session, None
+    def let_go(self, then: Session | None = None) -> None:
+        """Close its session, and go on in another, where there is one."""
+        session, self.session = self.session, then
         if session is not None:
             session.close()
 
@@ -69,25 +72,32 @@ class SessionNames:
     def claim(self, key: Key, now: float) -> NamedSession:
         """The one of that name, made where there is none, for one user until `release`.
 
-        The idle one that was used longest ago is closed for a new one where there are too many. Raises
-        SessionBusyError, and SessionLimitError where none is idle.
+        Where there are too many, the idle one that was used longest ago is closed for a new one, of the partition that
+        has most. Raises SessionBusyError, and SessionLimitError where none is idle, or only those of partitions that
+        have fewer.
         """
         found = self._by_key.get(key)
         if found is None:
-            self._make_room()
+            self._make_room(key[0])
             found = self._by_key[key] = NamedSession(key, now)
         elif found.is_busy:
             raise SessionBusyError(f"the session {key[1]!r} is in use: its request has not ended")
         found.is_busy = True
         return found
 
-    def _make_room(self) -> None:
+    def _make_room(self, partition: str) -> None:
+        """Close the idle one that was used longest ago, of the partition that has most where others have more."""
         if len(self._by_key) < self._most:
             return
         idle = [each for each in self._by_key.values() if not each.is_busy]
+        held = Counter(partition for partition, _ in self._by_key)
+        own = held[partition]
+        # one with more than the asker goes before the asker's own, and none with less
+        idle = [each for each in idle if held[each.key[0]] >= own or each.key[0] == partition]
         if not idle:
             raise SessionLimitError(f"all of the {self._most} sessions that may be kept (max_sessions) are in use")
-        self.remove(min(idle, key=lambda each: each.last_used))
+        most = max(held[each.key[0]] for each in idle)
+        self.remove(min((each for each in idle if held[each.key[0]] == most), key=lambda each: each.last_used))
 
     def release(self, named: NamedSession, now: float) -> None:
         """Its user has done: it is idle, or gone where it has no session that could go on."""
@@ -124,4 +134,5 @@ class SessionNames:
 
 
 def _is_open(named: NamedSession) -> bool:
-    return named.session is not None and named.session.status == "open"
+    session = named.session
+    return session is not None and session.status == "open"

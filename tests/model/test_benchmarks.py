@@ -15,7 +15,10 @@ from ggml_engine.cli.main import main
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def test_the_command_measures_a_real_model_beside_llama_cpp_and_whole_processes(capsys, tmp_path: Path) -> None:
+def test_the_command_measures_a_real_model_beside_llama_cpp_and_whole_processes(
+    capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)  # it is told of, on stderr
     plot = tmp_path / "speed.svg"
     arguments = ["--quick", "--repetitions", "1", "--threads", "1", "--against", "llama.cpp", "--plot", str(plot)]
     assert main(["bench", "smollm2", "--only", "prefill,shared,start", "--json", *arguments]) == 0

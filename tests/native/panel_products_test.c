@@ -127,10 +127,12 @@ int main(int argc, char ** argv) {
     int n_kernels = 0;
     if (widest == NULL) return puts("no panels for this processor"), 2;
     kernels[n_kernels++] = &panel_kernel_avx2;
-#if __GNUC__ >= 11 && !defined(__clang__)
+#if PANEL_HAS_AVXVNNI
     if (__builtin_cpu_supports("avxvnni")) kernels[n_kernels++] = &panel_kernel_avxvnni;
 #endif
+#if PANEL_HAS_AVX512
     if (widest == &panel_kernel_avx512) kernels[n_kernels++] = widest;
+#endif
     for (int k = 0; k < n_kernels; ++k) {
         for (int i = 0; i < n; ++i) {
             state = (uint64_t) i + 1;

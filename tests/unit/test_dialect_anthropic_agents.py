@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import anthropic
@@ -210,3 +211,21 @@ class TestAnthropicsAgents:
                 assert not server.runtime.replies
 
         run(test())
+
+
+def test_a_prompt_that_is_too_long_is_told_in_the_words_that_agents_look_for() -> None:
+    """They make the conversation shorter then; the type of the error is that of any other bad request."""
+
+    async def test() -> None:
+        async with fake_server() as server:
+            asked = {"model": "m", "max_tokens": 8}
+            for n_words in (1_000, 200_000):
+                content = "word " * n_words
+                response = await server.post("/v1/messages", messages=[{"role": "user", "content": content}], **asked)
+                error = response.json()["error"]
+                assert (response.status_code, error["type"]) == (400, "invalid_request_error")
+                assert error["message"].startswith("prompt is too long: ")
+                if n_words == 1_000:
+                    assert re.fullmatch(r"prompt is too long: \d+ tokens > \d+ maximum", error["message"])
+
+    run(test())

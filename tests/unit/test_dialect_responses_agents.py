@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
 import pytest
 from dialect_clients import openai_client, prompt_of, thoughtful
-from dialect_fakes import run
+from dialect_fakes import FakeReply, run
+
+from ggml_engine.control.generation import Reason
 
 
 class TestResponsesAgents:
@@ -101,6 +104,72 @@ class TestResponsesAgents:
                     await client.responses.create(input="x", **{**self.SENT, **fields})
                 assert caught.value.code == "unsupported_parameter"
                 assert str(caught.value.param).startswith(next(iter(fields)))
+                assert not server.runtime.replies
+
+        run(test())
+
+
+class TestNamespaces:
+    """Functions that stand in a namespace, as OpenAI's agents have them."""
+
+    TOOLS: list[Any] = [  # noqa: RUF012
+        {"type": "function", "name": "shell", "parameters": {"type": "object"}, "strict": False},
+        {
+            "type": "namespace",
+            "name": "agents",
+            "description": "Others.",
+            "tools": [{"type": "function", "name": "spawn", "parameters": {"type": "object"}, "strict": False}],
+        },
+    ]
+
+    @pytest.mark.parametrize("name", ["shell", "agents.spawn"])
+    def test_a_call_has_both_names_and_is_taken_back(self, name: str) -> None:
+        namespace, _, inner = name.rpartition(".")
+        expected = (inner, namespace or None)
+
+        def call(reply: FakeReply) -> None:
+            reply.say('<tool_call>\n{"name": "' + name + '", "arguments": {"a": 1}}\n</tool_call>')
+            reply.end(Reason.FINISHED)
+
+        async def test() -> None:
+            async with openai_client() as (server, client):
+                server.runtime.script = call
+                whole = await client.responses.create(input="hi", model="m", tools=self.TOOLS)
+                added, done = [], []
+                async with client.responses.stream(input="hi", model="m", tools=self.TOOLS) as stream:
+                    async for event in stream:
+                        if event.type == "response.output_item.added":
+                            added.append(event.item)
+                        elif event.type == "response.output_item.done":
+                            done.append(event.item)
+                for (item,) in (whole.output, added, done):
+                    assert (item.name, getattr(item, "namespace", None)) == expected
+                assert json.loads(whole.output[0].arguments) == {"a": 1}
+                assert [tool.type for tool in whole.tools] == ["function", "namespace"]
+                assert '"agents.spawn"' in prompt_of(server)
+
+                output = {"type": "function_call_output", "call_id": whole.output[0].call_id, "output": "done"}
+                given = [{"role": "user", "content": "hi"}, whole.output[0].to_dict(), output]
+                for again in (
+                    {"input": given},
+                    {"input": [output], "previous_response_id": whole.id},
+                ):
+                    await client.responses.create(model="m", tools=self.TOOLS, **again)
+                    assert prompt_of(server).count(f'"{name}"') >= 2, "where it is described, and where it was called"
+
+        run(test())
+
+    def test_two_of_the_same_name_are_refused_and_what_is_no_function_too(self) -> None:
+        twice = {"type": "function", "name": "agents.spawn", "parameters": {"type": "object"}}
+        custom = {"type": "namespace", "name": "n", "description": "", "tools": [{"type": "custom", "name": "c"}]}
+
+        async def test() -> None:
+            async with openai_client() as (server, client):
+                for tools in ([*self.TOOLS, twice], [custom], [{"type": "web_search"}]):
+                    with pytest.raises(openai.BadRequestError) as caught:
+                        await client.responses.create(input="x", model="m", tools=tools)
+                    assert str(caught.value.param).startswith("tools")
+                assert caught.value.code == "unsupported_parameter"
                 assert not server.runtime.replies
 
         run(test())

@@ -22,6 +22,13 @@ string ::= "\"" ([^"\\] | "\\" (["\\nrt] | "u" [0-9a-f]{4}))* "\"" ws
 number ::= "-"? ([0-9] | [1-9] [0-9]{0,15}) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
 ws ::= | " " | "\n" [ \t]{0,20}
 """
+PADDING = "".join(f'\nj{i} ::= [a-z]* "{i}" [a-y]* "x"' for i in range(120))
+PLENTY = 'j800 ::= "e"' + "".join(f'\nj{i} ::= [a-z]* "{i}" ([a-y] "x")* j{i + 1}' for i in range(800))
+VALUE = """
+v{0} ::= ["] ([^"\\\\] | "\\\\" .)* ["] | "[" (v{0} ("," v{0})*)? "]" | "<" t{0} | [a-z] [a-z0-9]{{0,63}}
+t{0} ::= [<] t{0} | [|] u{0} | [^<|] t{0}
+u{0} ::= [<] t{0} | [>] | [^<>] t{0}
+"""
 GOOD = [
     JSON,
     'root ::= "yes" | "no"',
@@ -39,6 +46,11 @@ GOOD = [
     'root ::= ("ab" | "a" "c" | "b")* " " [a-z]{0,100} [a-z]{0,100}',
     'root ::= v\nv ::= "(" v ")" | "[" (v ("," v)*)? "]" | ["] ([^"\\x5c] | "\\x5c" .)* ["] | [0-9]+ ("." [0-9]+)?',
     "root ::= (" + " | ".join(f'"a{i}"' for i in range(300)) + ")*",
+    "root ::= (" + " | ".join(f'"{chr(0x4E00 + i)}"' for i in range(500)) + ")*",
+    "root ::= w\nw ::= " + " | ".join(f'"{chr(0x4E00 + i)}" w "{i}"' for i in range(12)) + ' | "!"',
+    PADDING.strip() + '\nroot ::= [a-z]* "!"',
+    PLENTY + '\nroot ::= "a"*',
+    "root ::= " + " | ".join(f'"{i}" v{i}' for i in range(70)) + "".join(VALUE.format(i) for i in range(70)),
     "root ::= x x x\nx ::= [a-z] " + '"a"? ' * 10 + '| ""',
 ]
 BAD = [
@@ -85,6 +97,20 @@ BAD = [
     ("root ::= [a-z]{0,500} [a-z]{0,500} [a-z]{0,500}", "ambiguous"),
     ('root ::= "a" root "a" | "a"', "ambiguous"),
     ('root ::= x\nx ::= "a" x y | "a"\ny ::= "a" y x | "a"', "ambiguous"),
+    # what stands beside it takes none of the work that finds it
+    (PADDING.strip() + "\nroot ::= ([a-z]* [a-z]*)*", "ambiguous"),
+    (PADDING.strip() + "\nroot ::= " + "".join(f"j{i} | " for i in range(120)) + "([a-z]* [a-z]*)*", "ambiguous"),
+    ("root ::= (" + "".join(f"[\\x{code:02x}] | " for code in range(33, 90)) + "[a-z]* [a-z]*)*", "ambiguous"),
+    *(
+        (
+            f'root ::= {both}\nd ::= (x | x){times}\nr ::= (x | y){times}\nx ::= [a-z] | "0"\ny ::= [a-z] | "0"',
+            "ambiguous",
+        )
+        for both in ('"(" d ")" r', '"(" r ")" d')
+        for times in ("+", "{0,90}")
+    ),
+    (PLENTY + "\nroot ::= j0", "too large"),
+    ("root ::= w\nw ::= " + " | ".join(f'"{chr(0x4E00 + i)}" w "{i}"' for i in range(300)) + ' | "!"', "too large"),
 ]
 
 

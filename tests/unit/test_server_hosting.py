@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 import pytest
 from server_fakes import FakeLoader, app_of, client_of, run
 
-from ggml_engine.errors import GGUFError, OptionError
+from ggml_engine.errors import EngineError, GGUFError, OptionError
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.hosting import ModelHost
 
@@ -183,6 +183,33 @@ def test_the_memory_of_a_model_counts_until_it_is_closed() -> None:
         assert await asking == "b"
         assert loader.events == [("load", "a"), ("close", "a"), ("load", "b")]
         await host.close()
+
+    run(go())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_that_could_not_be_closed_keeps_its_memory_and_is_closed_again(fails: bool) -> None:
+    async def go() -> None:
+        loader = FakeLoader({"pa": 60, "pb": 60})
+        host, _ = host_of(loader, budget=100)
+        await used(host, "a")
+        (model,) = host.loaded()
+        is_at_work = True
+
+        def close(_timeout: float) -> bool:
+            if is_at_work and fails:
+                raise EngineError("nothing was freed")
+            return not is_at_work
+
+        model.close = close
+        for _ in range(2):
+            with pytest.raises(HttpProblem) as caught:
+                await used(host, "b")
+            assert (caught.value.status, caught.value.code) == (503, "model_busy")
+        assert loader.count("load", "b") == 0
+        is_at_work = False
+        assert await used(host, "b") == "b"
+        assert await host.close()
 
     run(go())
 

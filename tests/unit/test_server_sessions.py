@@ -229,6 +229,43 @@ def test_sessions_and_the_loading_of_models_do_not_wait_for_each_other(tmp_path:
     run(ask())
 
 
+def test_a_save_whose_caller_left_keeps_its_model_and_counts_for_the_next_one(tmp_path: Path) -> None:
+    loader = FakeLoader()
+    loader.runtime = runtime = FakeRuntime()
+    loader.engine.executor.bytes_per_cell = 100
+    begun, gate = threading.Event(), threading.Event()
+    save = runtime.save
+
+    def slowly(partition: str, name: str, directory: Path, file: str, timeout: float) -> None:
+        begun.set()
+        assert gate.wait(WAIT_S)
+        save(partition, name, directory, file, timeout)
+
+    runtime.save = slowly  # type: ignore[method-assign]
+    room_for_one = 1000 + (1 << 16) + 500
+
+    async def ask() -> list[int]:
+        app = app_of(loader=loader, session_directory=str(tmp_path), session_quota=room_for_one)
+        async with client_of(app) as client:
+            first = asyncio.create_task(client.post("/v1/sessions/Mine/save", json={"file": "one"}))
+            while not begun.is_set():
+                await asyncio.sleep(0.001)
+            (slot,) = app.state.host._slots.values()
+            first.cancel()
+            await asyncio.sleep(0.02)
+            assert slot.n_users == 1, "the thread still writes what the model has"
+            second = asyncio.create_task(client.post("/v1/sessions/Mine/save", json={"file": "two"}))
+            await asyncio.sleep(0.02)
+            assert not second.done()
+            gate.set()
+            response = await second
+            while slot.n_users:
+                await asyncio.sleep(0.001)
+            return [response.status_code]
+
+    assert run(ask()) == [507], "what the first one wrote counts"
+
+
 def test_two_thousand_bodies_at_random_give_no_5xx() -> None:
     chosen = random.Random(5)
     seeds = [b'{"content": "a", "model": "m"}', b'{"model": "m", "input": ["a", [1, 2]]}', b'{"tokens": [1, 2, 3]}',

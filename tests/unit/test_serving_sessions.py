@@ -20,6 +20,7 @@ from ggml_engine.errors import (
     SessionLimitError,
     UnknownSessionError,
 )
+from ggml_engine.serving.names import SessionNames
 
 
 def names(s: Serving, partition: str = "") -> list[str]:
@@ -161,6 +162,32 @@ def test_the_runtime_sees_to_old_sessions_by_itself() -> None:
         wait_for(lambda: not names(s), "the session is still there")
         s.drain()
         assert s.n_open == 0
+
+
+def test_names_go_by_shares_of_partitions() -> None:
+    """One partition's many names push out its own, and none of who has fewer."""
+    names = SessionNames(4)
+
+    def use(partition: str, name: str, now: float) -> None:
+        held = names.claim((partition, name), now)
+        held.is_busy, held.last_used = False, now
+
+    def there() -> list[str]:
+        return ["/".join(each.key) for each in names]
+
+    use("a", "0", 0.0)
+    for i in range(1, 7):
+        use("b", str(i), float(i))
+    assert there() == ["a/0", "b/4", "b/5", "b/6"], "b's own oldest went"
+    use("a", "7", 7.0)
+    assert there() == ["a/0", "b/5", "b/6", "a/7"]
+    use("c", "8", 8.0)
+    assert there() == ["b/5", "b/6", "a/7", "c/8"], "of two that have most, the oldest"
+    for each in names:
+        each.is_busy = each.key[0] == "b"
+    with pytest.raises(SessionLimitError):
+        use("b", "9", 9.0)
+    assert there() == ["b/5", "b/6", "a/7", "c/8"]
 
 
 def test_the_session_that_was_used_longest_ago_makes_place() -> None:

@@ -14,6 +14,7 @@ from ggml_engine.server.dialects.respond import respond
 from ggml_engine.server.dialects.response_store import ResponseStore
 from ggml_engine.server.dialects.responses_rendering import ResponseStream, render_response
 from ggml_engine.server.dialects.responses_request import ResponseRequest
+from ggml_engine.server.dialects.responses_tools import joined, spelled
 from ggml_engine.server.dialects.sampling import session_of
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.events import Answer, Event, Finished
@@ -33,18 +34,18 @@ def responses_endpoint(store: ResponseStore) -> Callable[[Request], Awaitable[Re
         job = body.job(session_of(body.session_id, request.headers), earlier)
         model = await use_model(request, job.model)
         head = Head.new("resp_", model)
-        echoed = body.echoed()
+        echoed, names = body.echoed(), spelled(body.tools or [])
 
         def keep(response: dict[str, Any]) -> None:
             if body.store is not False:
                 store.put(partition, head.id, (*earlier, *body.messages(), answered(response["output"])))
 
         def whole(answer: Answer) -> dict[str, Any]:
-            response = render_response(head, echoed, answer, seals_reasoning=body.seals_reasoning)
+            response = render_response(head, echoed, answer, names=names, seals_reasoning=body.seals_reasoning)
             keep(response)
             return response
 
-        rendered = ResponseStream(head, echoed, seals_reasoning=body.seals_reasoning)
+        rendered = ResponseStream(head, echoed, names=names, seals_reasoning=body.seals_reasoning)
         stream = _KeptStream(rendered, keep)
         return await respond(request, model, job, whole, stream, render_error=stream.failure)
 
@@ -93,7 +94,7 @@ def answered(output: list[dict[str, Any]]) -> Message:
         elif item["type"] == "reasoning":
             message["reasoning_content"] = message.get("reasoning_content", "") + item["content"][0]["text"]
         elif item["status"] == "completed":
-            function = {"name": item["name"], "arguments": item["arguments"]}
+            function = {"name": joined(item.get("namespace"), item["name"]), "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
     return message

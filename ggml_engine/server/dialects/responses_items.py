@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from ggml_engine.server.dialects.parts import CallId, FunctionName, MediaPart, RefusalPart
+from ggml_engine.server.dialects.responses_tools import joined
 from ggml_engine.server.jobs import Message
 from ggml_engine.server.validation import Many, NoEffect, Refused, RequestModel, invalid
 
@@ -78,7 +79,7 @@ class CallItem(RequestModel):
     id: NoEffect = None
     status: NoEffect = None
     caller: Refused = None
-    namespace: Refused = None
+    namespace: FunctionName | None = None
 
 
 class CallOutputItem(RequestModel):
@@ -143,7 +144,8 @@ def messages_of(items: str | list[Item]) -> list[Message]:
 def _add_to_turn(messages: list[Message], item: MessageItem | CallItem | ReasoningItem) -> None:
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     if isinstance(item, CallItem):
-        call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+        function = {"name": joined(item.namespace, item.name), "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
         if last is None:
             messages.append(last := {"role": "assistant", "content": ""})
         last.setdefault("tool_calls", []).append(call)

@@ -20,6 +20,7 @@ from ggml_engine.chat.replies import (
 )
 from ggml_engine.server.dialects.rendering import Frame, Head, new_id, token_logprobs
 from ggml_engine.server.dialects.responses_items import sealed
+from ggml_engine.server.dialects.responses_tools import Spelled
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.events import Answer, Begun, Choice, Ended, Event, Finished, Said, TokenProbability, Usage
 
@@ -27,10 +28,10 @@ _INCOMPLETE: Final = ("length", "context")
 
 
 def render_response(
-    head: Head, echoed: dict[str, Any], answer: Answer, *, seals_reasoning: bool = False
+    head: Head, echoed: dict[str, Any], answer: Answer, *, names: Spelled | None = None, seals_reasoning: bool = False
 ) -> dict[str, Any]:
     """The whole response."""
-    stream = ResponseStream(head, echoed, seals_reasoning=seals_reasoning)
+    stream = ResponseStream(head, echoed, names=names, seals_reasoning=seals_reasoning)
     for event in _events(answer):
         stream.frames(event)
     return stream.response
@@ -54,7 +55,10 @@ def _events(answer: Answer) -> Iterator[Event]:
 class ResponseStream:
     """Events of one response, numbered from 0; `response` is what it has come to."""
 
-    def __init__(self, head: Head, echoed: dict[str, Any], *, seals_reasoning: bool = False) -> None:
+    def __init__(
+        self, head: Head, echoed: dict[str, Any], *, names: Spelled | None = None, seals_reasoning: bool = False
+    ) -> None:
+        self._names = names or {}
         self._seals_reasoning = seals_reasoning
         self._n_events = 0
         self._item: dict[str, Any] | None = None  # the one that is being written
@@ -143,7 +147,7 @@ class ResponseStream:
 
     def _call(self, identifier: str, name: str) -> list[Frame]:
         item = {"type": "function_call", "id": new_id("fc_"), "call_id": identifier, "name": name, "arguments": ""}
-        return [self._open(item)]
+        return [self._open({**item, **self._names.get(name, {})})]
 
     def _arguments(self, text: str) -> list[Frame]:
         item = self._current

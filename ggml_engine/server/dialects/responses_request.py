@@ -12,7 +12,6 @@ from ggml_engine.server.dialects.parts import (
     ANY_OBJECT,
     MAX_TOOLS,
     Effort,
-    FunctionFields,
     FunctionName,
     JsonSchemaFields,
     TemplateFlags,
@@ -20,6 +19,7 @@ from ggml_engine.server.dialects.parts import (
     thinking_of,
 )
 from ggml_engine.server.dialects.responses_items import Item, messages_of
+from ggml_engine.server.dialects.responses_tools import Tool, echoed_tool, functions_of
 from ggml_engine.server.dialects.sampling import CountField, SamplingFields, StopField
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.jobs import MAX_TOP_LOGPROBS, ChatJob, Message
@@ -27,11 +27,6 @@ from ggml_engine.server.validation import Disabled, Many, NoEffect, Refused, Req
 
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
-
-
-class FunctionTool(FunctionFields):
-    type: Annotated[Any, AfterValidator(only("function"))]
-    defer_loading: Disabled = None
 
 
 class NamedTool(RequestModel):
@@ -89,7 +84,7 @@ class ResponseRequest(SamplingFields):
     include: Annotated[Many[str] | None, AfterValidator(_includes)] = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     text: TextConfig | None = None
-    tools: Annotated[Many[FunctionTool] | None, Field(max_length=MAX_TOOLS)] = None
+    tools: Annotated[Many[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
@@ -124,7 +119,7 @@ class ResponseRequest(SamplingFields):
         choice = ToolChoice(self.tool_choice or "auto") if not isinstance(self.tool_choice, NamedTool) else None
         choice = choice or ToolChoice("required", getattr(self.tool_choice, "name", None))
         sampler = self.sampler(self._schema())
-        tools = [tool.tool() for tool in self.tools or []]
+        tools = functions_of(self.tools or [])
         system: list[Message] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         effort = self.reasoning.effort if self.reasoning else None
         variables, hints = thinking_of(effort, self.chat_template_kwargs or {})
@@ -183,16 +178,7 @@ class ResponseRequest(SamplingFields):
             "temperature": self.temperature,
             "text": {"format": text_format},
             "tool_choice": choice.model_dump() if isinstance(choice, NamedTool) else choice or "auto",
-            "tools": [
-                {
-                    "type": "function",
-                    "name": tool.name,
-                    "description": tool.description,
-                    "parameters": tool.parameters,
-                    "strict": tool.strict is not False,
-                }
-                for tool in self.tools or []
-            ],
+            "tools": [echoed_tool(tool) for tool in self.tools or []],
             "top_logprobs": self.top_logprobs,
             "top_p": self.top_p,
             "truncation": "disabled",
