@@ -9,6 +9,8 @@ import pytest
 from dialect_fakes import ScriptedText, fake_server, run, stream_data
 from serving_bench import Serving, serving
 
+from ggml_engine.chat.replies import ReplyParser
+
 HELLO = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HELLO},
@@ -106,3 +108,29 @@ def test_a_session_in_use_is_a_conflict_in_the_dialects_words(path: str, stream:
 
     with bytes_serving("hello") as s:
         run(test(s))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bug_in_reading_an_answer_cancels_its_generation_and_gives_the_cells_back(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_arguments: object) -> Any:
+        raise ValueError("a bug")
+
+    async def test(s: Serving) -> None:
+        async with fake_server(runtime=s.runtime) as server:
+            monkeypatch.setattr(ReplyParser, "feed", broken)
+            gate = s.b.executor.forward_gate
+            gate.close(after=3)  # it cannot end before it is cancelled
+            try:
+                found = await asyncio.wait_for(server.chat(stream=stream), 10)
+            finally:
+                gate.release()
+            error = stream_data(found)[-2] if stream else found.json()
+            assert error["error"]["code"] == "internal_error"
+
+    with bytes_serving("a long answer" * 20) as s:
+        run(test(s))
+        s.check_at_rest()
+        stats = s.runtime.stats()
+        assert (stats["cancelled"], stats["finished"]) == (1, 0)
