@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ggml_engine.control.embedding import Embedding
-from ggml_engine.models.pooling import choose_pooling
+from ggml_engine.errors import EngineError
+from ggml_engine.models.pooling import Pooling, choose_pooling
 from ggml_engine.server.bodies import read_json
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.hosted_model import HostedModel
@@ -37,9 +38,10 @@ async def embeddings(request: Request) -> Response:
         del values["dimensions"]
     body = validated(Embeddings, values)
     async with request.state.host.use(body.model) as model:
+        pooling = _pooling_of(model)
         texts = await asyncio.to_thread(_encoded, model, _inputs(body.input))
         n_tokens = sum(int(ids.size) for ids in texts)
-        rows = await _computed(model, texts)
+        rows = await _computed(model, texts, pooling)
     request.state.metrics.on_tokens(model.name, prompt=n_tokens)
     shown = [_base64(row) if body.encoding_format == "base64" else row.tolist() for row in rows]
     data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(shown)]
@@ -74,10 +76,26 @@ def _encoded(model: HostedModel, inputs: list[str | list[int]]) -> list[Any]:
     ]
 
 
-async def _computed(model: HostedModel, texts: list[Any]) -> Any:
+def _pooling_of(model: HostedModel) -> Pooling:
+    """How the model's file wants hidden states to be one embedding. Raises HttpProblem where it does not."""
+    try:
+        pooling = choose_pooling(model.engine.file, "auto")
+    except EngineError:  # its message names a file of this machine
+        pooling = "none"
+    if pooling == "none":
+        raise HttpProblem(
+            400,
+            "no_embeddings",
+            f"the model {model.name!r} gives no embedding of a text: its file says that it ranks, or pools nothing",
+            "model",
+        )
+    return pooling
+
+
+async def _computed(model: HostedModel, texts: list[Any], pooling: Pooling) -> Any:
     """The rows, f32 [texts, n_embd]; a request that ends before leaves no cell behind."""
     engine = model.engine
-    work = Embedding(texts, choose_pooling(engine.file, "auto"))
+    work = Embedding(texts, pooling)
     work.check_length(engine.executor.max_positions)
     runner = engine.runner()
     try:

@@ -229,7 +229,7 @@ class TestCompletions:
         assert logprobs.tokens == ["é", "é"]
         assert logprobs.token_logprobs == [-0.5, -0.5]
         assert logprobs.text_offset == [0, 1]
-        assert logprobs.top_logprobs == [{"é": -0.5, "<|end|>": -2.0}] * 2
+        assert [list(top.items()) for top in logprobs.top_logprobs] == [[("é", -0.5), ("<|end|>", -2.0)]] * 2
         assert (logprobs.model_extra or {})["bytes"] == [[0xC3, 0xA9]] * 2
 
 

@@ -62,7 +62,15 @@ def _logprobs(probabilities: list[TokenProbability] | tuple[TokenProbability, ..
     return {
         "tokens": [each.text for each in probabilities],
         "token_logprobs": [each.logprob for each in probabilities],
-        "top_logprobs": [{other.text: other.logprob for other in reversed(each.top)} for each in probabilities],
+        "top_logprobs": [_by_text(each.top) for each in probabilities],
         "text_offset": offsets,
         "bytes": [None if each.bytes is None else list(each.bytes) for each in probabilities],
     }
+
+
+def _by_text(top: tuple[TokenProbability, ...]) -> dict[str, float]:
+    """The likeliest first; of several tokens of the same text the likeliest."""
+    found: dict[str, float] = {}
+    for each in top:
+        found.setdefault(each.text, each.logprob)
+    return found
