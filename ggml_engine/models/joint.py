@@ -72,9 +72,8 @@ class JointProducts:
         """y + other; None where neither is such a product."""
         for summed, added in ((y, other), (other, y)):
             product = self._products.get(summed)
-            if product is None or added.type is not TensorType.F32 or not added.has_contiguous_rows:
-                continue
-            if added.ne == summed.ne:
+            fits = added.type is TensorType.F32 and added.has_contiguous_rows and added.ne == summed.ne
+            if product is not None and fits:
                 return self._make(product.x, [product.weight], product.norm, added, [name])[0]
         return None
 

@@ -32,17 +32,17 @@ static uint32_t next_random(uint32_t * state) {
 
 int panel_agrees(const struct panel_kernel * kernel, enum panel_type type, panel_dot dot, panel_pack pack) {
     enum { N = CHECK_BLOCKS * PANEL_BLOCK };
-    static const int block_bytes[] = { [PANEL_Q4_1] = 20, [PANEL_Q5_1] = 24, [PANEL_Q8_0] = 34, [PANEL_Q5_0] = 22 };
+    const int block_bytes = panel_block_bytes(type);
     _Alignas(64) char weight[CHECK_ROWS * CHECK_BLOCKS * CHECK_MOST_BLOCK_BYTES];
     _Alignas(64) char packed[CHECK_TOKENS][CHECK_BLOCKS * CHECK_MOST_BLOCK_BYTES];
     struct panel_x_signed x[CHECK_TOKENS][CHECK_BLOCKS]; /* the larger of both forms */
     float found[CHECK_TOKENS][CHECK_ROWS], wanted[CHECK_TOKENS][CHECK_ROWS], values[N];
     _Alignas(64) char memory[CHECK_BLOCKS * CHECK_MOST_LANES * (PANEL_BLOCK + 2 * sizeof(float))];
-    const size_t stride = (size_t) (CHECK_BLOCKS * block_bytes[type]);
+    const size_t stride = (size_t) (CHECK_BLOCKS * block_bytes);
     uint32_t state = 1;
     for (int i = 0; i < CHECK_ROWS * CHECK_BLOCKS; ++i) {
-        char * block = weight + i * block_bytes[type];
-        for (int j = 0; j < block_bytes[type]; ++j) block[j] = (char) next_random(&state);
+        char * block = weight + i * block_bytes;
+        for (int j = 0; j < block_bytes; ++j) block[j] = (char) next_random(&state);
         for (int j = 0; j < (panel_is_signed(type) ? 1 : 2); ++j) { /* scales from 2^-7 to 1, of both signs */
             const uint16_t half = (uint16_t) ((next_random(&state) & 0x83ff) | (8 + next_random(&state) % 7) << 10);
             memcpy(block + 2 * j, &half, 2);

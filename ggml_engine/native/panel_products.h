@@ -46,6 +46,14 @@ struct panel_kernel {
 
 static inline int panel_is_signed(enum panel_type type) { return type == PANEL_Q8_0 || type == PANEL_Q5_0; }
 
+/* Of 32 weights in a file. */
+static inline int panel_block_bytes(enum panel_type type) {
+    static const int n_bytes[] = {
+        [PANEL_Q4_1] = 4 + 16, [PANEL_Q5_1] = 4 + 4 + 16, [PANEL_Q8_0] = 2 + 32, [PANEL_Q5_0] = 2 + 4 + 16,
+    };
+    return n_bytes[type];
+}
+
 static inline size_t panel_x_bytes(enum panel_type type, int64_t n_blocks) {
     return (size_t) n_blocks * (panel_is_signed(type) ? sizeof(struct panel_x_signed) : sizeof(struct panel_x_least));
 }

@@ -227,9 +227,7 @@ class ModelHost:
         """Whether all of it was freed; what was not is tried again by `_end_rest`."""
         is_whole = False
         try:
-            is_whole = await self._threads.call(lambda: model.close(timeout))
-        except EngineError as error:
-            log.error("the model %s is not freed: %s", slot.name, error)
+            is_whole = await self._freed(model, timeout)
         finally:
             if not is_whole:
                 self._unended.append((model, slot.n_bytes))
@@ -240,14 +238,16 @@ class ModelHost:
     async def _end_rest(self) -> None:
         """Close once more what was still at work when it was unloaded."""
         for rest in list(self._unended):
-            model = rest[0]
-            try:
-                is_whole = await self._threads.call(partial(model.close, 0.0))
-            except EngineError as error:
-                log.error("the model %s is not freed: %s", model.name, error)
-                continue
-            if is_whole and rest in self._unended:
+            if await self._freed(rest[0], 0.0) and rest in self._unended:
                 self._unended.remove(rest)
+
+    async def _freed(self, model: HostedModel, timeout: float) -> bool:
+        """Close it; whether all was freed."""
+        try:
+            return await self._threads.call(partial(model.close, timeout))
+        except EngineError as error:
+            log.error("the model %s is not freed: %s", model.name, error)
+            return False
 
     async def unload_idle(self) -> None:
         """Unload what nobody has used for `idle_s`."""

@@ -89,11 +89,9 @@ class SessionNames:
         """Close the idle one that was used longest ago, of the partition that has most where others have more."""
         if len(self._by_key) < self._most:
             return
-        idle = [each for each in self._by_key.values() if not each.is_busy]
-        held = Counter(partition for partition, _ in self._by_key)
-        own = held[partition]
-        # one with more than the asker goes before the asker's own, and none with less
-        idle = [each for each in idle if held[each.key[0]] >= own or each.key[0] == partition]
+        held = Counter(holder for holder, _ in self._by_key)
+        # none of a partition that has fewer than the asker's
+        idle = [each for each in self if not each.is_busy and held[each.key[0]] >= held[partition]]
         if not idle:
             raise SessionLimitError(f"all of the {self._most} sessions that may be kept (max_sessions) are in use")
         most = max(held[each.key[0]] for each in idle)

@@ -18,7 +18,9 @@ from ggml_engine.server.dialects.parts import (
     MediaPart,
     RefusalPart,
     TemplateFlags,
+    TextFields,
     check_tools,
+    text_of,
     thinking_of,
 )
 from ggml_engine.server.dialects.sampling import ChoicesField, OpenCountField, SamplingFields, StopField
@@ -27,26 +29,12 @@ from ggml_engine.server.jobs import MAX_TOP_LOGPROBS, ChatJob, Message
 from ggml_engine.server.validation import Disabled, Many, NoEffect, Refused, RequestModel, only
 
 
-class TextPart(RequestModel):
+class TextPart(TextFields):
     type: Literal["text"]
-    text: str
-    prompt_cache_breakpoint: NoEffect = None
-
-    @property
-    def said(self) -> str:
-        """The text."""
-        return self.text
 
 
 Part = Annotated[TextPart | RefusalPart | MediaPart, Field(discriminator="type")]
 Content = str | Many[Part]
-
-
-def text_of(content: Content | None) -> str:
-    """The text of a message; parts are lines of it."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(part.said for part in content)
 
 
 class SystemMessage(RequestModel):

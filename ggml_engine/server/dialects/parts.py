@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
@@ -9,7 +10,7 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from ggml_engine.chat.tools import ToolChoice
 from ggml_engine.ggml.sampler_config import SamplerConfig
 from ggml_engine.server.errors import HttpProblem
-from ggml_engine.server.validation import RequestModel, invalid, unsupported
+from ggml_engine.server.validation import NoEffect, RequestModel, invalid, unsupported
 
 MAX_TOOLS: Final = 128
 ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
@@ -48,6 +49,25 @@ class RefusalPart(RequestModel):
     def said(self) -> str:
         """The text."""
         return self.refusal
+
+
+class TextFields(RequestModel):
+    """A part of text; which types say that it is one, a dialect's own class has."""
+
+    text: str
+    prompt_cache_breakpoint: NoEffect = None
+
+    @property
+    def said(self) -> str:
+        """The text."""
+        return self.text
+
+
+def text_of(content: str | Sequence[TextFields | RefusalPart | MediaPart] | None) -> str:
+    """The text of a message; parts are lines of it."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.said for part in content)
 
 
 class FunctionFields(RequestModel):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
-from ggml_engine.server.dialects.parts import CallId, FunctionName, MediaPart, RefusalPart
+from ggml_engine.server.dialects.parts import CallId, FunctionName, MediaPart, RefusalPart, TextFields, text_of
 from ggml_engine.server.dialects.responses_tools import joined
 from ggml_engine.server.jobs import Message
 from ggml_engine.server.validation import Many, NoEffect, Refused, RequestModel, invalid
@@ -39,27 +39,14 @@ def _checked_seal(value: str | None) -> str | None:
         raise invalid("is none that this server made: it holds reasoning that cannot be read here") from None
 
 
-class TextPart(RequestModel):
+class TextPart(TextFields):
     type: Literal["input_text", "output_text", "text"]
-    text: str
     annotations: NoEffect = None
     logprobs: NoEffect = None
-    prompt_cache_breakpoint: NoEffect = None
-
-    @property
-    def said(self) -> str:
-        """The text."""
-        return self.text
 
 
 Part = Annotated[TextPart | RefusalPart | MediaPart, Field(discriminator="type")]
 Content = str | Many[Part]
-
-
-def text_of(content: Content) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(part.said for part in content)
 
 
 class MessageItem(RequestModel):
