@@ -333,8 +333,13 @@ def test_the_share_is_told_of_the_forward_and_of_whole_steps(tiny: Path) -> None
 # ---- the command
 
 
-def test_the_command_prints_a_table_of_every_case(tiny: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)  # it is told of, on stderr
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some machines set it, and the command then tells on stderr that it is left out."""
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+
+
+def test_the_command_prints_a_table_of_every_case(tiny: Path, capsys) -> None:
     assert main(["bench", str(tiny), *QUICK_ARGUMENTS, "--only", "prefill,clone,warm,stream"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
