@@ -160,6 +160,8 @@ def _adapted(
             undo.callback(loaded[-1].free)
         opened_with = AdapterSet.of([(adapter, scale) for adapter, (_, scale) in zip(loaded, scaled, strict=True)])
         executor = GgmlExecutor(model, options, opened_with)
+        undo.callback(executor.close_all)
+        executor.make_room()  # here, beside the vocabulary's parsing, and not in the first step
         undo.pop_all()
     return executor, tuple(loaded)
 

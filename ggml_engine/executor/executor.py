@@ -440,6 +440,11 @@ class GgmlExecutor(Executor):
             )
         return found.pop()
 
+    def make_room(self) -> None:
+        """Take the storage of a first step, which would take it: so that it is there where time was to spare."""
+        with self._turn:
+            self._make_room(1)
+
     def _make_room(self, extent: int) -> None:
         if self._reading is not None:  # its reads end anywhere, and growing row by row would drop graphs each time
             block = self.options.read_block

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from ggml_engine.errors import GGUFError
 from ggml_engine.ggml.gguf_magic import describe_head
 from ggml_engine.ggml.gguf_metadata import NUMPY_TYPES, GGUFArray, GGUFType, Metadata, TextPlace
+from ggml_engine.ggml.gguf_strings import find_strings
 from ggml_engine.ggml.tensor_types import TYPES_BY_NUMBER, TensorType, describe_refusal
 
 if TYPE_CHECKING:
@@ -259,21 +260,12 @@ def _read_strings(cursor: _Cursor, key: str, n: int, at: int) -> GGUFArray:
     if cursor.n_strings > MAX_STRINGS:
         reason = f"{cursor.n_strings} strings in arrays, at most {MAX_STRINGS} are read"
         raise cursor.error("too-many", key, reason, at)
-    begin = position = cursor.position
-    memory = cursor.memory
+    begin = cursor.position
     # Four or eight bytes for a string that takes at least eight in the file.
     starts = array("I" if cursor.size < 1 << 32 else "Q", (0,)) * n
-    unpack_length = _U64.unpack_from
-    index = 0
-    try:
-        for index in range(n):
-            starts[index] = position + 8
-            position += 8 + unpack_length(memory, position)[0]
-    except (struct.error, OverflowError):
-        # The length of the string before leads to where no length can be read.
-        raise _string_error(cursor, key, starts, index - 1) from None
-    if position > cursor.size:
-        raise _string_error(cursor, key, starts, n - 1)
+    n_found, position = find_strings(cursor.source, begin, starts)
+    if n_found < n or position > cursor.size:
+        raise _string_error(cursor, key, starts, n_found - 1)
     cursor.position = position
     return GGUFArray(cursor.source, GGUFType.STRING, n, begin, position, starts)
 

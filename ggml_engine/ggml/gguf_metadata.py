@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from ggml_engine.errors import HyperparameterError
+from ggml_engine.ggml.gguf_strings import split_strings
 
 if TYPE_CHECKING:
     from array import array
@@ -121,9 +122,7 @@ class GGUFArray:
     def strings(self) -> list[bytes]:
         """All strings as they are in the file; TypeError for an array of numbers."""
         starts, ends = self.bounds()
-        region = self._source.memory[self.offset : self._end]
-        first, last = starts - self.offset, ends - self.offset
-        return [region[begin:end] for begin, end in zip(first.tolist(), last.tolist(), strict=True)]
+        return split_strings(self._source.view[self.offset : self._end], starts - self.offset, ends - self.offset)
 
     def bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where each string begins and ends in the file, i64 [len] each; TypeError for an array of numbers."""

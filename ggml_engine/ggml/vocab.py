@@ -67,16 +67,14 @@ class Vocabulary:
         self._llama = llama
         self._model = model
         self.native: Final = llama.llama_model_get_vocab(model)  # for samplers, which must keep this object alive
-        self.n_tokens: Final = len(tables.texts)
+        self.n_tokens: Final = tables.n_tokens
         self.n_rows: Final = tables.n_rows
         self.tokenizer: Final = tables.tokenizer
         self.warnings: Final = tables.warnings
         self._types = tables.types
         self._pieces = tables.pieces
         self._met = dict(tables.pieces)  # pieces of tokens that were asked for, too
-        self._texts = {token: tables.texts[token] for token in tables.pieces}
-        if b"\0" in b"".join(tables.texts):  # C strings would end there
-            self._texts.update((i, text) for i, text in enumerate(tables.texts) if b"\0" in text)
+        self._texts = tables.texts
         self._n_added = tables.n_added
         self._is_linear = tables.tokenizer != "gpt2" or tables.pre in _LINEAR_PRE_TOKENIZERS
         self._special = tables.special

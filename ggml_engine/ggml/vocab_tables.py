@@ -97,7 +97,8 @@ class Tables:
 
     tokenizer: str
     pre: str
-    texts: list[bytes]
+    n_tokens: int
+    texts: dict[int, bytes]  # of tokens whose text libllama does not have: renamed, or cut at a NUL as C strings are
     types: NDArray[np.int32]  # [n_tokens]
     n_rows: int
     special: dict[str, int]  # "bos" -> id, for those in range that the file names or that a text implies
@@ -126,7 +127,7 @@ class _Reader:
 
     def read(self) -> Tables:
         tokenizer, pre = self.read_names()
-        texts, raw = self.read_texts()
+        texts, raw, with_nul = self.read_texts()
         n_rows = self.read_rows(len(texts))
         types = self.read_types(texts)
         known = set(texts)
@@ -154,7 +155,8 @@ class _Reader:
         return Tables(
             tokenizer=tokenizer,
             pre=pre,
-            texts=texts,
+            n_tokens=len(texts),
+            texts={i: texts[i] for i in (*pieces, *with_nul)},
             types=types,
             n_rows=n_rows,
             special=special,
@@ -182,17 +184,21 @@ class _Reader:
             )
         return tokenizer, pre
 
-    def read_texts(self) -> tuple[list[bytes], memoryview]:
-        """The tokens' texts, and the same as the array's bytes in the file."""
+    def read_texts(self) -> tuple[list[bytes], memoryview, list[int]]:
+        """The tokens' texts, the same as the array's bytes in the file, and the tokens with a NUL in their text."""
         tokens = self.metadata.array("tokenizer.ggml.tokens", GGUFType.STRING)
         if not len(tokens):
             raise self.error("tokenizer.ggml.tokens is empty")
-        texts = tokens.strings()
-        sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+        begins, ends = tokens.bounds()
+        sizes = ends - begins
         if sizes.max() > MAX_TOKEN_BYTES:
             longest = int(sizes.argmax())
             raise self.error(f"token {longest} takes {sizes[longest]} bytes, the limit is {MAX_TOKEN_BYTES}")
-        return texts, self.raw(tokens, int(sizes.sum()))
+        texts, raw = tokens.strings(), self.raw(tokens, int(sizes.sum()))
+        n_zeros = len(raw) - np.count_nonzero(np.frombuffer(raw, np.uint8))
+        n_in_lengths = 8 * len(texts) - np.count_nonzero(sizes.astype("<i8").view(np.uint8))
+        has_nul = n_zeros > n_in_lengths
+        return texts, raw, [i for i, text in enumerate(texts) if b"\0" in text] if has_nul else []
 
     def read_rows(self, n_tokens: int) -> int:
         embedding = self.file.tensors.get("token_embd.weight")

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from architecture_rows import model_file
 from engines import batch_of, executor_over, feed, loaded
 from tiny_models import VOCAB, write_gemma3
 from visible import visible_cells
 
+from ggml_engine import Engine
 from ggml_engine.errors import GraphError
 from ggml_engine.executor import input_memory
 from ggml_engine.executor import result_rows as rows_module
@@ -244,3 +246,14 @@ def test_logits_are_the_same_where_every_step_is_planned_anew(model: Model) -> N
             stats = executor.stats()
             found.append(str((stats["rows_read"], stats["tokens_forwarded"], stats["graphs_reused"])).encode())
     assert found[:2] == found[2:]
+
+
+def test_a_loaded_engine_has_the_storage_that_its_first_step_takes() -> None:
+    with Engine.load(model_file("llama"), threads=1, ctx=600, attention="cells") as engine:
+        assert isinstance(engine.executor, GgmlExecutor)
+        assert isinstance(engine.executor.cache, CellCache)
+        pool = engine.executor.cache.pool
+        assert (pool.rows, pool.n_grown) == (BLOCK, 1)
+        assert engine.executor.stats()["graphs_built"] == 0
+        engine.generate(TOKENS[:5], max_tokens=2).result()
+        assert (pool.rows, pool.n_grown) == (BLOCK, 1)
