@@ -27,6 +27,7 @@ from ggml_engine.errors import (
     WouldBlockError,
 )
 from ggml_engine.serving.admission import Admission
+from ggml_engine.serving.choice_lengths import most_tokens
 from ggml_engine.serving.control_thread import ControlThread
 from ggml_engine.serving.job import Job
 from ggml_engine.serving.lanes import LanePool
@@ -96,12 +97,12 @@ class ServingRuntime:
         """Queue a request; its reply comes through the handle, and `listener` is told of it. Waits for nothing.
 
         Raises InputError for what are no tokens of the model, ContextLengthError for more of them than a session can
-        ever hold, OptionError for more choices than compute at once, SessionBusyError where its session is in use,
-        SessionLimitError where all that may be kept are, ClosedError, and QueueFullError where `max_queue` requests
-        wait and the request's partition has its share of them.
+        ever hold, OptionError for more choices than compute at once, or than have room, SessionBusyError where its
+        session is in use, SessionLimitError where all that may be kept are, ClosedError, and QueueFullError where
+        `max_queue` requests wait and the request's partition has its share of them.
         """
         tokens = self._checked(request)
-        most = self._limit - len(tokens) + 1  # the last token that is sampled takes no cell
+        most = most_tokens(self.runner.executor, len(tokens), request.n, self._limit)
         with self._lock:
             self._check_open()
             if (refusal := self._admission.refusal(request)) is not None:

@@ -167,3 +167,19 @@ def test_nothing_is_cached_for_who_wants_nothing_cached(path: str) -> None:
 
     with bytes_serving("hello", prefix_cache_entries=8) as s:
         run(test(s))
+
+
+def test_choices_that_outgrow_the_context_together_end_as_one_does_that_outgrows_it() -> None:
+    async def test(s: Serving) -> None:
+        async with fake_server(runtime=s.runtime) as server:
+            for n, each in ((1, 31), (3, 10)):
+                found = await server.post("/v1/completions", prompt="hi", max_tokens=100, n=n)
+                choices = found.json()["choices"]
+                assert [choice["finish_reason"] for choice in choices] == ["length"] * n
+                assert [choice["text"] for choice in choices] == ["x" * each] * n
+            error = (await server.post("/v1/completions", prompt="x" * 31, n=3)).json()["error"]
+            assert error["code"] == "invalid_value"
+            assert "n is 3: the 32 cells of the context have no room for a prompt of 31 tokens" in error["message"]
+
+    with bytes_serving("x" * 200, capacity=32) as s:
+        run(test(s))
