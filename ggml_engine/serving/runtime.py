@@ -19,13 +19,7 @@ from ggml_engine.control.generation import Reason
 from ggml_engine.control.prefix_cache import PrefixCache
 from ggml_engine.control.runner import SHUTDOWN_S, Runner
 from ggml_engine.control.saved_names import Directory
-from ggml_engine.errors import (
-    ClosedError,
-    ContextLengthError,
-    InputError,
-    OptionError,
-    WouldBlockError,
-)
+from ggml_engine.errors import ClosedError, ContextLengthError, InputError, OptionError, WouldBlockError
 from ggml_engine.serving.admission import Admission
 from ggml_engine.serving.choice_lengths import most_tokens
 from ggml_engine.serving.control_thread import ControlThread
@@ -36,6 +30,7 @@ from ggml_engine.serving.names import SessionInfo, SessionNames
 from ggml_engine.serving.options import ServingOptions
 from ggml_engine.serving.reply import Listener, Reply
 from ggml_engine.serving.request import ServingRequest
+from ggml_engine.serving.retention import LargestPartition
 from ggml_engine.serving.shared import Shared
 
 _ABANDON_S = 5.0  # the control thread waits for nothing, so it comes at once
@@ -67,7 +62,11 @@ class ServingRuntime:
         most = self.options.max_session_tokens
         self._limit = min(runner.session_limit, runner.executor.capacity, *([] if most is None else [most]))
         self._clock = clock
-        self.cache = PrefixCache(self.options.prefix_cache_entries, replace_extended=runner.executor.clones_anywhere)
+        self.cache = PrefixCache(
+            self.options.prefix_cache_entries,
+            policy=LargestPartition(),
+            replace_extended=runner.executor.clones_anywhere,
+        )
         self._lanes = LanePool(self.options.capture_slots)
         self._lock = threading.RLock()
         self._names = SessionNames(self.options.max_sessions)
