@@ -9,12 +9,14 @@ const struct panel_kernel * panel_kernel_of_processor(void) {
 #if defined(__x86_64__) && defined(__GNUC__)
     if (!processor_has_avx2_fma_f16c()) return NULL;
 #if PANEL_HAS_AVX512
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni")) {
-        return &panel_kernel_avx512;
-    }
+    const int has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
+    if (has_avx512 && __builtin_cpu_supports("avx512vnni")) return &panel_kernel_avx512;
 #endif
 #if PANEL_HAS_AVXVNNI
     if (__builtin_cpu_supports("avxvnni")) return &panel_kernel_avxvnni;
+#endif
+#if PANEL_HAS_AVX512
+    if (has_avx512) return &panel_kernel_avx512bw;
 #endif
     return &panel_kernel_avx2;
 #else
@@ -37,7 +39,7 @@ int panel_agrees(const struct panel_kernel * kernel, enum panel_type type, panel
     _Alignas(64) char packed[CHECK_TOKENS][CHECK_BLOCKS * CHECK_MOST_BLOCK_BYTES];
     struct panel_x_signed x[CHECK_TOKENS][CHECK_BLOCKS]; /* the larger of both forms */
     float found[CHECK_TOKENS][CHECK_ROWS], wanted[CHECK_TOKENS][CHECK_ROWS], values[N];
-    _Alignas(64) char memory[CHECK_BLOCKS * CHECK_MOST_LANES * (PANEL_BLOCK + 2 * sizeof(float))];
+    _Alignas(64) char memory[CHECK_BLOCKS * CHECK_MOST_LANES * (2 * PANEL_BLOCK + 2 * sizeof(float))];
     const size_t stride = (size_t) (CHECK_BLOCKS * block_bytes);
     uint32_t state = 1;
     for (int i = 0; i < CHECK_ROWS * CHECK_BLOCKS; ++i) {
