@@ -39,7 +39,7 @@ int panel_agrees(const struct panel_kernel * kernel, enum panel_type type, panel
     _Alignas(64) char packed[CHECK_TOKENS][CHECK_BLOCKS * CHECK_MOST_BLOCK_BYTES];
     struct panel_x_signed x[CHECK_TOKENS][CHECK_BLOCKS]; /* the larger of both forms */
     float found[CHECK_TOKENS][CHECK_ROWS], wanted[CHECK_TOKENS][CHECK_ROWS], values[N];
-    _Alignas(64) char memory[CHECK_BLOCKS * CHECK_MOST_LANES * (2 * PANEL_BLOCK + 2 * sizeof(float))];
+    _Alignas(64) char memory[CHECK_BLOCKS * CHECK_MOST_LANES * (PANEL_BLOCK + 2 * sizeof(float))];
     const size_t stride = (size_t) (CHECK_BLOCKS * block_bytes);
     uint32_t state = 1;
     for (int i = 0; i < CHECK_ROWS * CHECK_BLOCKS; ++i) {

@@ -63,9 +63,9 @@ static inline size_t panel_x_bytes(enum panel_type type, int64_t n_blocks) {
     return (size_t) n_blocks * (panel_is_signed(type) ? sizeof(struct panel_x_signed) : sizeof(struct panel_x_least));
 }
 
-/* Scales, least values and quads, of up to 16 bits a weight, of as many rows as a panel has. */
+/* Scales, least values and quads of as many rows as a panel has. */
 static inline size_t panel_bytes(int n_lanes, int64_t n_blocks) {
-    return (size_t) n_blocks * (size_t) n_lanes * (2 * PANEL_BLOCK + 2 * sizeof(float));
+    return (size_t) n_blocks * (size_t) n_lanes * (PANEL_BLOCK + 2 * sizeof(float));
 }
 
 extern const struct panel_kernel panel_kernel_avx2, panel_kernel_avxvnni, panel_kernel_avx512bw, panel_kernel_avx512;
