@@ -18,7 +18,7 @@ _NUMBERS: Final = {TensorType.Q4_1: 1, TensorType.Q5_1: 2, TensorType.Q8_0: 3, T
 _WITH_LEAST: Final = {_NUMBERS[TensorType.Q4_1], _NUMBERS[TensorType.Q5_1]}
 
 # Unpacking costs what a few tokens' products do; below these ggml's own are as fast or faster. Without VNNI weights of
-# Q8_0 are 16 bits wide in a panel: by vectors of 256 bits they gain nothing over ggml's tiles.
+# Q8_0 are widened to 16 bits: vectors of 256 bits gain nothing over ggml's tiles then.
 _FEWEST_TOKENS: Final = {
     "avx2": {TensorType.Q4_1: 2, TensorType.Q5_1: 2, TensorType.Q5_0: 16},
     "avxvnni": {TensorType.Q4_1: 2, TensorType.Q5_1: 2, TensorType.Q5_0: 4, TensorType.Q8_0: 4},
