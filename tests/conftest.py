@@ -11,6 +11,19 @@ import pytest
 
 os.environ["GGML_ENGINE_CALIBRATION"] = "off"  # no test depends on what a machine measured; children inherit it
 
+
+def _keep_to_own_processors() -> None:
+    """A worker of several (`-n`) has its share of the processors: ggml's threads wait for each other by spinning."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is not None and hasattr(os, "sched_setaffinity"):
+        index, n_workers = int(worker.removeprefix("gw")), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        share = sorted(os.sched_getaffinity(0))[index::n_workers]
+        if share:
+            os.sched_setaffinity(0, share)
+
+
+_keep_to_own_processors()  # before any thread is there
+
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 

@@ -29,9 +29,12 @@ from ggml_engine.server.loader import EngineLoader, budget_of
 from ggml_engine.server.logs import log
 from ggml_engine.server.metrics import Metrics, metrics
 from ggml_engine.server.options import ServeOptions, ServerOptions
+from ggml_engine.server.turns import Turns
 from ggml_engine.server.workers import Workers
 
 _SESSION_THREADS: Final = 4  # forks, rewinds, saves and loads of sessions at once
+_TOKEN_THREADS: Final = 2  # texts at once that are read or written for nothing else than their tokens
+_EMBEDDINGS_AT_ONCE: Final = 4
 ROUTES: Final[tuple[Route, ...]] = (
     Route("/health", basics.health, methods=["GET"]),
     Route("/metrics", metrics, methods=["GET"]),
@@ -84,7 +87,13 @@ def create_app(
     state["host"] = host
     state["saving"] = threading.Lock()
     state["session_workers"] = session_workers = Workers(_SESSION_THREADS, "ggml-engine-sessions")
-    state["metrics"] = measured = Metrics(host, lifecycle)
+    state["token_workers"] = token_workers = Workers(_TOKEN_THREADS, "ggml-engine-tokens")
+    turns = {
+        "tokens": Turns(_TOKEN_THREADS, options.serving.max_queue),
+        "embeddings": Turns(_EMBEDDINGS_AT_ONCE, options.serving.max_queue),
+    }
+    state["token_turns"], state["embedding_turns"] = turns["tokens"], turns["embeddings"]
+    state["metrics"] = measured = Metrics(host, lifecycle, turns)
     state["started"] = started = asyncio.Event()
 
     async def start() -> None:
@@ -108,7 +117,8 @@ def create_app(
             for task in tasks:
                 with suppress(asyncio.CancelledError):
                     await task
-            session_workers.close()
+            for workers in (session_workers, token_workers):
+                workers.close()
 
     app = Starlette(
         routes=[*ROUTES, *dialects.routes()] if routes is None else list(routes),
@@ -121,7 +131,8 @@ def create_app(
     app.state.lifecycle = lifecycle
     app.state.started = started
     app.state.bodies = bodies
-    app.state.session_workers = session_workers
+    app.state.workers = (session_workers, token_workers)
+    app.state.token_turns, app.state.embedding_turns = turns["tokens"], turns["embeddings"]
     return app
 
 

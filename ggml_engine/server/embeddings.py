@@ -1,9 +1,12 @@
-"""POST /v1/embeddings, in OpenAI's form. Texts take turns with generations, one forward at a time."""
+"""POST /v1/embeddings, in OpenAI's form. Texts take turns with generations, one forward at a time.
+
+So many requests are worked on at once (`embedding_turns`); the others wait, or are refused.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import base64
+from functools import partial
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
@@ -39,9 +42,11 @@ async def embeddings(request: Request) -> Response:
     body = validated(Embeddings, values)
     async with request.state.host.use(body.model) as model:
         pooling = _pooling_of(model)
-        texts = await asyncio.to_thread(_encoded, model, _inputs(body.input))
-        n_tokens = sum(int(ids.size) for ids in texts)
-        rows = await _computed(model, texts, pooling)
+        inputs = _inputs(body.input)
+        async with request.state.embedding_turns.turn(request.state.partition):
+            texts = await request.state.token_workers.call(partial(_encoded, model, inputs))
+            n_tokens = sum(int(ids.size) for ids in texts)
+            rows = await _computed(model, texts, pooling)
     request.state.metrics.on_tokens(model.name, prompt=n_tokens)
     shown = [_base64(row) if body.encoding_format == "base64" else row.tolist() for row in rows]
     data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(shown)]

@@ -27,6 +27,7 @@ from ggml_engine.server.events import (
     Usage,
 )
 from ggml_engine.server.hosted_model import HostedModel
+from ggml_engine.server.jobs import GenerationJob
 from ggml_engine.server.logs import log_bug
 from ggml_engine.server.metrics import Metrics
 from ggml_engine.server.prompts import Prepared
@@ -65,13 +66,18 @@ class Run:
         self._is_over = False
         self._is_counted = False
 
-    def start(self, session: str | None, partition: str) -> None:
-        """Submit it. Raises what `ServingRuntime.submit` raises; then nothing runs."""
+    def start(self, job: GenerationJob, partition: str) -> None:
+        """Submit what was prepared of a job. Raises what `ServingRuntime.submit` raises; then nothing runs."""
         n = self._prepared.n
         try:
             for number, prompt in enumerate(self._prepared.prompts):
                 request = ServingRequest(
-                    prompt.tokens, self._prepared.config, n=n, session=session, partition=partition
+                    prompt.tokens,
+                    self._prepared.config,
+                    n=n,
+                    session=job.session,
+                    partition=partition,
+                    cache_prompt=job.cache_prompt,
                 )
                 self._replies.append(self._model.runtime.submit(request, _Listener(self, number * n)))
         except BaseException:

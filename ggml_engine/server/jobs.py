@@ -27,8 +27,9 @@ class GenerationJob:
 
     `max_tokens` None means until the model ends or the context is full. `logprobs` is how many of the likeliest tokens
     are named beside each one, None for no probabilities at all. `session` is the name of a conversation whose K/V are
-    kept. `include_usage` asks for counts at the end of a stream. `model` None is the server's
-    first; `schema_field` is what the dialect calls the field that a schema came in.
+    kept. `cache_prompt` False evaluates the whole prompt, whatever is cached of it. `include_usage` asks for counts at
+    the end of a stream. `model` None is the server's first; `schema_field` is what the dialect calls the field that a
+    schema came in.
     """
 
     model: str | None
@@ -39,6 +40,7 @@ class GenerationJob:
     n: int = 1
     logprobs: int | None = None
     session: str | None = None
+    cache_prompt: bool = True
     stream: bool = False
     include_usage: bool = False
     schema_field: str = "response_format"

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from ggml_engine.server.hosting import ModelHost
 from ggml_engine.server.lifecycle import Lifecycle
+from ggml_engine.server.turns import Turns
 
 _PREFIX: Final = "ggml_engine"
 _FIRST_TOKEN_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -26,7 +27,7 @@ METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OP
 class Metrics:
     """See the module."""
 
-    def __init__(self, host: ModelHost, lifecycle: Lifecycle) -> None:
+    def __init__(self, host: ModelHost, lifecycle: Lifecycle, turns: Mapping[str, Turns]) -> None:
         self.registry = CollectorRegistry()
         self._requests = Counter(
             f"{_PREFIX}_requests",
@@ -54,7 +55,7 @@ class Metrics:
             buckets=_BETWEEN_TOKENS_S,
             registry=self.registry,
         )
-        self.registry.register(_Now(host, lifecycle))
+        self.registry.register(_Now(host, lifecycle, turns))
 
     def on_request(self, route: str, method: str, status: int, _seconds: float) -> None:
         """A response has ended."""
@@ -102,6 +103,10 @@ _OF_RUNTIME: Final = {
     "lanes_in_use": ("capture_lanes_used", "Capture lanes in use."),
     "lanes": ("capture_lanes", "Capture lanes."),
 }
+_OF_TURNS: Final = {
+    "waiting": ("queued_calls", "Embeddings and tokenisations that wait for their turn."),
+    "running": ("active_calls", "Embeddings and tokenisations that are worked on."),
+}
 _OF_EXECUTOR: Final = {
     "cells_used": ("cells_used", "Cells of K/V that are owned."),
     "cells_capacity": ("cells", "Cells of K/V."),
@@ -111,9 +116,10 @@ _OF_EXECUTOR: Final = {
 class _Now:
     """What is so at the moment of a scrape."""
 
-    def __init__(self, host: ModelHost, lifecycle: Lifecycle) -> None:
+    def __init__(self, host: ModelHost, lifecycle: Lifecycle, turns: Mapping[str, Turns]) -> None:
         self._host = host
         self._lifecycle = lifecycle
+        self._turns = turns
 
     def describe(self) -> list[GaugeMetricFamily]:
         return []
@@ -123,19 +129,21 @@ class _Now:
             f"{_PREFIX}_running_requests", "Requests whose endpoint runs.", self._lifecycle.n_running
         )
         yield GaugeMetricFamily(f"{_PREFIX}_models_loaded", "Models that are loaded.", len(self._host.loaded()))
+        calls = {kind: {"waiting": turns.n_waiting, "running": turns.n_running} for kind, turns in self._turns.items()}
+        yield from _gauges(_OF_TURNS, calls, "kind")
         loaded = self._host.loaded()
         yield from _gauges(_OF_RUNTIME, {model.name: model.runtime.stats() for model in loaded})
         yield from _gauges(_OF_EXECUTOR, {model.name: model.engine.executor.stats() for model in loaded})
 
 
 def _gauges(
-    table: Mapping[str, tuple[str, str]], stats: Mapping[str, Mapping[str, float]]
+    table: Mapping[str, tuple[str, str]], stats: Mapping[str, Mapping[str, float]], label: str = "model"
 ) -> Iterator[GaugeMetricFamily]:
     for key, (name, text) in table.items():
-        family = GaugeMetricFamily(f"{_PREFIX}_{name}", text, labels=["model"])
-        for model, values in stats.items():
+        family = GaugeMetricFamily(f"{_PREFIX}_{name}", text, labels=[label])
+        for labelled, values in stats.items():
             if key in values:
-                family.add_metric([model], values[key])
+                family.add_metric([labelled], values[key])
         yield family
 
 

@@ -65,8 +65,8 @@ def count_prompt(model: HostedModel, job: ChatJob) -> int:
 
 
 def _in_retained_tokens(model: HostedModel, tokens: list[int], job: GenerationJob, partition: str) -> list[int]:
-    """The tokens of a text, as its named session has them; those of a request without a name depend on nothing else."""
-    if job.session is None:
+    """The tokens of a text, as its named session has them; where nothing of one is reused, as the text alone has."""
+    if job.session is None or not job.cache_prompt:
         return tokens
     spelling = model.fact("spelling", lambda: Spelling(model.engine.vocabulary))
     return with_retained(tokens, model.runtime.retained_tokens(partition, job.session), spelling)

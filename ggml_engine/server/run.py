@@ -57,7 +57,7 @@ class Server(uvicorn.Server):
         app = create_app(options, loader=loader, on_failed_start=self._fail)
         self._host: ModelHost = app.state.host
         self._lifecycle: Lifecycle = app.state.lifecycle
-        self._session_workers: Workers = app.state.session_workers
+        self._workers: tuple[Workers, ...] = app.state.workers
         self._on_listening = on_listening
         self._failure: BaseException | None = None
         self.is_whole = True  # whether everything ended
@@ -97,7 +97,7 @@ class Server(uvicorn.Server):
         try:
             await self.serve()
         finally:
-            self.is_whole = self.is_whole and not (threads.is_busy or self._session_workers.is_busy)
+            self.is_whole = self.is_whole and not (threads.is_busy or any(each.is_busy for each in self._workers))
 
     def stop(self) -> None:
         """End as after a first Ctrl-C; on any thread."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from pydantic import Field
 from starlette.requests import Request
@@ -15,6 +15,8 @@ from ggml_engine.server.bodies import read_json
 from ggml_engine.server.validation import Many, RequestModel, validated
 
 _PART: Final = 4096  # tokens that are written as JSON at once
+
+Result = TypeVar("Result")
 
 
 class Tokenize(RequestModel):
@@ -34,11 +36,19 @@ class Detokenize(RequestModel):
     model: str | None = None
 
 
+async def in_turn(request: Request, function: Callable[[], Result]) -> Result:
+    """What it makes of a text, in its caller's turn, on a thread for texts alone. Raises QueueFullError."""
+    async with request.state.token_turns.turn(request.state.partition):
+        made: Result = await request.state.token_workers.call(function)
+        return made
+
+
 async def tokenize(request: Request) -> Response:
     """`{"tokens": [id, ...]}`, or with pieces `[{"id", "piece"}]`; a piece that is no UTF-8 is a list of its bytes."""
     body = validated(Tokenize, await read_json(request))
     async with request.state.host.use(body.model) as model:
-        return Response(await asyncio.to_thread(_written, model.engine.vocabulary, body), media_type="application/json")
+        written = await in_turn(request, partial(_written, model.engine.vocabulary, body))
+    return Response(written, media_type="application/json")
 
 
 def _written(vocabulary: Any, body: Tokenize) -> bytes:
@@ -70,7 +80,8 @@ async def detokenize(request: Request) -> Response:
     """`{"content": text}`; control tokens are spelled out, as `tokenize` reads them."""
     body = validated(Detokenize, await read_json(request))
     async with request.state.host.use(body.model) as model:
-        return JSONResponse({"content": await asyncio.to_thread(_text, model.engine.vocabulary, body.tokens)})
+        text = await in_turn(request, partial(_text, model.engine.vocabulary, body.tokens))
+    return JSONResponse({"content": text})
 
 
 def _text(vocabulary: Any, tokens: Sequence[int]) -> str:

@@ -1,9 +1,9 @@
 """`Beginning`: the session that a request begins in.
 
 Its own where the prompt begins with all that this holds, a clone of what they share where it branches off, a clone of
-the longest snapshot where that has more, a new one else. Every step is the control thread's, and none waits: what the
-engine has to do first posts the next step when it has settled. What is found for a request that was cancelled
-meanwhile is closed.
+the longest snapshot where that has more, a new one else, and for who wants nothing cached. Every step is the control
+thread's, and none waits: what the engine has to do first posts the next step when it has settled. What is found for a
+request that was cancelled meanwhile is closed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Beginning:
     """Finds a session for `tokens`, the prompt of a request, among those of one `scope`.
 
     `begin` is called with it, which has the place of the `named` one then, and with whether it is new there; or
-    `give_up` with why there is none: an error, or None for a request that `is_cancelled`.
+    `give_up` with why there is none: an error, or None for a request that `is_cancelled`. Where nothing of a cache is
+    wanted (`may_reuse`) it is a new one.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Beginning:
         scope: str,
         tokens: list[int],
         named: NamedSession | None,
+        may_reuse: bool,
         is_cancelled: Callable[[], bool],
         begin: Callable[[Session, bool], object],
         give_up: Callable[[BaseException | None], object],
@@ -43,6 +45,7 @@ class Beginning:
         self._scope = scope
         self._tokens = tokens
         self._named = named
+        self._may_reuse = may_reuse
         self._is_cancelled = is_cancelled
         self._begin = begin
         self._give_up = give_up
@@ -53,6 +56,9 @@ class Beginning:
         """Look for it; again where one was lost before anything came of it."""
         if self._is_cancelled():
             self._give_up(None)
+            return
+        if not self._may_reuse:
+            self._open()
             return
         n_shared, cache = self._n_shared(), self._shared.cache
         if n_shared and n_shared >= cache.count_reusable(self._shared.runner, self._tokens, scope=self._scope):

@@ -55,7 +55,14 @@ class Job:
         self._finish = finish
         self._sessions: list[Session | None] = [None] * request.n
         self._beginning = Beginning(
-            shared, self._scope, tokens, named, lambda: self.is_cancelled, self._begin_in, self._not_begun
+            shared,
+            self._scope,
+            tokens,
+            named,
+            request.cache_prompt,
+            lambda: self.is_cancelled,
+            self._begin_in,
+            self._not_begun,
         )
         self._checkpoints: PromptCheckpoints | None = None
         self._left = set(range(request.n))  # choices that have not ended

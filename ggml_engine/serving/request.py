@@ -20,7 +20,8 @@ class ServingRequest:
     `config` + i, where there is one. `session` names the session that goes on with it, None is a request of its own.
     What is of one `partition` (sessions, snapshots) is not there for another. `opening` is how many tokens at its
     beginning other prompts have too (a system prompt, say; 0: not known); only a policy of checkpoints looks at it.
-    Raises InputError and OptionError for what cannot be.
+    `cache_prompt` False evaluates the whole prompt: nothing is read of the shared cache, nor of what its session holds,
+    which begins anew. Raises InputError and OptionError for what cannot be.
     """
 
     tokens: Sequence[int]
@@ -29,6 +30,7 @@ class ServingRequest:
     session: str | None = None
     partition: str = ""
     opening: int = 0
+    cache_prompt: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
@@ -39,6 +41,8 @@ class ServingRequest:
             raise InputError(f"a partition is a string, {self.partition!r:.60} was given")
         if isinstance(self.opening, bool) or not isinstance(self.opening, int) or self.opening < 0:
             raise InputError(f"opening is a number of tokens, is {self.opening!r}")
+        if not isinstance(self.cache_prompt, bool):
+            raise OptionError(f"cache_prompt is true or false, is {self.cache_prompt!r}")
 
     def config_of(self, index: int) -> GenConfig:
         """The configuration of one choice: those after the first have seeds of their own."""

@@ -19,14 +19,9 @@ from ggml_engine.control.generation import Reason
 from ggml_engine.control.prefix_cache import PrefixCache
 from ggml_engine.control.runner import SHUTDOWN_S, Runner
 from ggml_engine.control.saved_names import Directory
-from ggml_engine.errors import (
-    ClosedError,
-    ContextLengthError,
-    InputError,
-    OptionError,
-    WouldBlockError,
-)
+from ggml_engine.errors import ClosedError, ContextLengthError, InputError, OptionError, WouldBlockError
 from ggml_engine.serving.admission import Admission
+from ggml_engine.serving.choice_lengths import most_tokens
 from ggml_engine.serving.control_thread import ControlThread
 from ggml_engine.serving.job import Job
 from ggml_engine.serving.lanes import LanePool
@@ -35,6 +30,7 @@ from ggml_engine.serving.names import SessionInfo, SessionNames
 from ggml_engine.serving.options import ServingOptions
 from ggml_engine.serving.reply import Listener, Reply
 from ggml_engine.serving.request import ServingRequest
+from ggml_engine.serving.retention import LargestPartition
 from ggml_engine.serving.shared import Shared
 
 _ABANDON_S = 5.0  # the control thread waits for nothing, so it comes at once
@@ -66,7 +62,11 @@ class ServingRuntime:
         most = self.options.max_session_tokens
         self._limit = min(runner.session_limit, runner.executor.capacity, *([] if most is None else [most]))
         self._clock = clock
-        self.cache = PrefixCache(self.options.prefix_cache_entries, replace_extended=runner.executor.clones_anywhere)
+        self.cache = PrefixCache(
+            self.options.prefix_cache_entries,
+            policy=LargestPartition(),
+            replace_extended=runner.executor.clones_anywhere,
+        )
         self._lanes = LanePool(self.options.capture_slots)
         self._lock = threading.RLock()
         self._names = SessionNames(self.options.max_sessions)
@@ -96,12 +96,12 @@ class ServingRuntime:
         """Queue a request; its reply comes through the handle, and `listener` is told of it. Waits for nothing.
 
         Raises InputError for what are no tokens of the model, ContextLengthError for more of them than a session can
-        ever hold, OptionError for more choices than compute at once, SessionBusyError where its session is in use,
-        SessionLimitError where all that may be kept are, ClosedError, and QueueFullError where `max_queue` requests
-        wait and the request's partition has its share of them.
+        ever hold, OptionError for more choices than compute at once, or than have room, SessionBusyError where its
+        session is in use, SessionLimitError where all that may be kept are, ClosedError, and QueueFullError where
+        `max_queue` requests wait and the request's partition has its share of them.
         """
         tokens = self._checked(request)
-        most = self._limit - len(tokens) + 1  # the last token that is sampled takes no cell
+        most = most_tokens(self.runner.executor, len(tokens), request.n, self._limit)
         with self._lock:
             self._check_open()
             if (refusal := self._admission.refusal(request)) is not None:

@@ -24,10 +24,10 @@ def gemma3() -> Path:
 @pytest.mark.parametrize(("find", "n_tokens"), [(smollm2, 49_152), (gemma3, 262_144)], ids=["smollm2", "gemma3"])
 def test_a_real_model_opens_without_decoding_its_vocabulary(find, n_tokens: int) -> None:
     path = find()
-    start = time.perf_counter()
+    start = time.thread_time()
     with GGUFFile.open(path) as file:
         # Typically 13 and 33 ms.
-        assert time.perf_counter() - start < 0.5
+        assert time.thread_time() - start < 1
         assert file.warnings == []
         tokens = file.metadata.array("tokenizer.ggml.tokens", GGUFType.STRING)
         kinds = file.metadata.array("tokenizer.ggml.token_type", GGUFType.INT32)

@@ -53,7 +53,7 @@ def test_the_readme_shows_one_command_for_the_answer_and_one_for_the_tests() -> 
         assert "\n" not in command
         assert command.startswith("python3 -m venv .venv && .venv/bin/pip install -e ")
     assert ".venv/bin/ggml-engine run smollm2" in answer
-    assert tests.endswith('.venv/bin/python -m pytest -m "not slow"')
+    assert tests.endswith('.venv/bin/python -m pytest -n 2 --dist loadfile -m "not slow"')
 
 
 def test_the_first_python_example_runs(tmp_path: Path) -> None:

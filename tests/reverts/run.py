@@ -1,12 +1,14 @@
 """Runs the tests against the package with one thing taken out at a time: every patch here must turn its tests red.
 
-    python tests/reverts/run.py [name ...]
+    python tests/reverts/run.py [--green-already] [name ...]
 
 A patch of the compiled kernel's sources has it compiled anew in the copy.
 
 A patch reverts one thing in a copy of the package; its head says in `Tests:` what to run, in `Red:` which of the groups
 (classes or functions of those tests) must have a failure, and in `At least:` how many of them (all, where it is left
-out). Without any patch the same tests must be green. Prints a table; exit code 1 when a revert was not noticed.
+out): as soon as that many have one, the run of that patch ends. Without any patch the same tests must be green; with
+`--green-already`, where all tests have just passed, it is only looked whether they are there. Prints a table; exit code 1
+when a revert was not noticed.
 """
 
 # ruff: noqa: T201 - a program: it prints
@@ -24,8 +26,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from until_red import group_of
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+GREEN_ALREADY = "--green-already"
 TIMEOUT_S = 600
 WORKERS = max(1, min(4, (os.cpu_count() or 1)))  # most of these tests compute with one thread
 NATIVE = "+++ b/ggml_engine/native/"  # in a patch of what is compiled
@@ -62,11 +67,6 @@ class Outcome:
     output: str
 
 
-def group_of(test: str) -> str:
-    """The class of a test, or its function where it has none."""
-    return re.split(r"::|\[", test)[0]
-
-
 def copy_of_the_package(into: Path) -> None:
     shutil.copytree(ROOT / "ggml_engine", into / "ggml_engine", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "tests", into / "tests", ignore=shutil.ignore_patterns("__pycache__", "reverts"))
@@ -84,15 +84,25 @@ def build_the_kernel(folder: Path) -> str:
     return "" if built and not done.returncode else f"does not compile: {(done.stdout + done.stderr).strip()[-500:]}"
 
 
-def run_tests(folder: Path, tests: tuple[str, ...]) -> Outcome:
-    """Runs them in `folder`, over the package that lies there. A process that dies fails the test it was in."""
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONUNBUFFERED": "1", "COLUMNS": "400"}
+def pytest_in(folder: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs it over the package that lies in `folder`, without plugins of other packages, whose imports take seconds."""
+    paths = {"PYTHONPATH": os.pathsep.join([str(folder), str(HERE)]), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     # plain assertions: pytest's account of how two long byte strings differ takes minutes, in full where CI is set
-    plain = ["--assert=plain", "--tb=short", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", "-v", *plain, *tests]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    plain = ["--assert=plain", "--tb=short", "-p", "no:cacheprovider", "-p", "until_red"]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *plain, *arguments],
+        cwd=folder,
+        env={**os.environ, **paths, "PYTHONUNBUFFERED": "1", "COLUMNS": "400"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
     )
+
+
+def run_tests(folder: Path, tests: tuple[str, ...], until: tuple[str, ...] = (), at_least: int = 0) -> Outcome:
+    """Runs them until `at_least` of the groups `until` are red. A process that dies fails the test it was in."""
+    done = pytest_in(folder, ["-v", *(f"--red={group}" for group in until), f"--at-least={at_least}", *tests])
     red: set[str] = set()
     green: set[str] = set()
     n_failed = 0
@@ -125,7 +135,7 @@ def try_revert(revert: Revert) -> tuple[bool, str, Outcome | None]:
             wrong = build_the_kernel(folder)
             if wrong:
                 return False, wrong, None
-        outcome = run_tests(folder, revert.tests)
+        outcome = run_tests(folder, revert.tests, revert.red, revert.at_least)
     noticed = [group for group in revert.red if group in outcome.red]
     is_noticed = len(noticed) >= revert.at_least and (outcome.status == "red" or outcome.status.startswith("died"))
     told = (
@@ -134,7 +144,15 @@ def try_revert(revert: Revert) -> tuple[bool, str, Outcome | None]:
     return is_noticed, told, outcome
 
 
-def is_green_without(reverts: list[Revert]) -> bool:
+def groups_in(folder: Path, tests: tuple[str, ...]) -> Outcome:
+    """Those that belong to these tests, without running any."""
+    done = pytest_in(folder, ["--collect-only", "-q", "-m", "", *tests])
+    found = frozenset(group_of(line.partition("::")[2]) for line in done.stdout.splitlines() if "::" in line)
+    status = "green" if done.returncode == 0 else f"exit {done.returncode}"
+    return Outcome(frozenset(), found, 0, status, done.stdout + done.stderr)
+
+
+def is_green_without(reverts: list[Revert], green_already: bool) -> bool:
     """Whether the tests pass where nothing is reverted; that also shows that every named group is there."""
     by_file: dict[str, set[str]] = {}
     for test in (test for revert in reverts for test in revert.tests):
@@ -143,7 +161,8 @@ def is_green_without(reverts: list[Revert]) -> bool:
         folder = Path(scratch)
         copy_of_the_package(folder)
         selected = [(file,) if file in tests else tuple(sorted(tests)) for file, tests in by_file.items()]
-        outcomes = list(workers.map(lambda tests: run_tests(folder, tests), selected))
+        try_them = groups_in if green_already else run_tests
+        outcomes = list(workers.map(lambda tests: try_them(folder, tests), selected))
     bad = [outcome for outcome in outcomes if outcome.status != "green"]
     missing = {group for revert in reverts for group in revert.red}.difference(*(each.green for each in outcomes))
     print(
@@ -158,6 +177,8 @@ def is_green_without(reverts: list[Revert]) -> bool:
 
 
 def main(names: list[str]) -> int:
+    green_already = GREEN_ALREADY in names
+    names = [name for name in names if name != GREEN_ALREADY]
     reverts = [Revert.read(patch) for patch in sorted(HERE.glob("*.patch"))]
     unknown = set(names) - {revert.name for revert in reverts}
     if unknown or not reverts:
@@ -165,7 +186,7 @@ def main(names: list[str]) -> int:
         return 2
     reverts = [revert for revert in reverts if not names or revert.name in names]
     start = time.monotonic()
-    all_noticed = is_green_without(reverts)
+    all_noticed = is_green_without(reverts, green_already)
     with ThreadPoolExecutor(WORKERS) as workers:
         for revert, (is_noticed, told, outcome) in zip(reverts, workers.map(try_revert, reverts), strict=True):
             all_noticed &= is_noticed

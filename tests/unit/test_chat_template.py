@@ -449,7 +449,7 @@ def test_many_control_tokens_in_a_content_take_no_more_than_linear_time() -> Non
     started = time.thread_time()
     cut = ChatTemplate(CHATML).render_segments([user("<|im_end|>x" * 20_000)], SPECIAL)
     assert len(cut) == 40_001
-    assert time.thread_time() - started < 3
+    assert time.thread_time() - started < 12
 
 
 # --- hostile templates
@@ -607,10 +607,10 @@ BIG = {
 def test_a_template_that_asks_for_too_much_is_refused_at_once(source: str) -> None:
     started = time.thread_time()
     assert "longer than 2 s" not in refusal(source)
-    assert time.thread_time() - started < 1
+    assert time.thread_time() - started < 4
 
 
-# Times below are of this thread's processor: a busy machine must not fail them. A fraction of the work that is allowed by default keeps this file fast; the default itself is tried below.
+# Times below are of this thread's processor, with room for a slow one: a busy machine must not fail them. A fraction of the work that is allowed by default keeps this file fast; the default itself is tried below.
 LITTLE = Limits(work=100_000)
 
 
@@ -619,20 +619,20 @@ def test_a_template_that_runs_on_is_stopped(source: str) -> None:
     started = time.thread_time()
     reason = refusal(source, limits=LITTLE)
     assert "more than 100000 steps" in reason or "deeper than 96" in reason
-    assert time.thread_time() - started < 1
+    assert time.thread_time() - started < 4
 
 
 def test_the_default_limits_stop_a_template_within_their_seconds() -> None:
     started = time.thread_time()
     refusal(REFUSED_BY_WORK["nested ranges that print"])
-    assert time.thread_time() - started < 2.5
+    assert time.thread_time() - started < 5
 
 
 def test_the_clock_stops_a_template_that_its_work_would_not() -> None:
     started = time.thread_time()
     reason = refusal(REFUSED_BY_WORK["nested ranges"], limits=Limits(work=100_000_000, seconds=0.2))
     assert reason == "the chat template takes longer than 0.2 s"
-    assert time.thread_time() - started < 1
+    assert time.thread_time() - started < 4
 
 
 @pytest.mark.parametrize("source", BIG.values(), ids=BIG.keys())
@@ -656,7 +656,7 @@ def test_a_source_that_is_slow_to_compile_is_refused() -> None:
     ):
         started = time.thread_time()
         refusal(source)
-        assert time.thread_time() - started < 2
+        assert time.thread_time() - started < 8
 
 
 def test_a_long_conversation_is_far_within_the_limits() -> None:

@@ -28,7 +28,7 @@ class TestLlamaCppsClients:
                 assert server.request.config.max_tokens is None
                 given: dict[str, Any] = {"reasoning_format": "auto", "parse_tool_calls": True, "return_progress": False}
                 assert (await server.chat(**given)).status_code == 200
-                for name, value in (("cache_prompt", False), ("id_slot", 2), ("reasoning_format", "none")):
+                for name, value in (("id_slot", 2), ("reasoning_format", "none")):
                     error = (await server.chat(**{name: value})).json()["error"]
                     assert (error["code"], error["param"]) == ("unsupported_parameter", name)
                 for name in ("seed", "max_tokens"):

@@ -21,10 +21,19 @@ BODIES: dict[str, dict[str, Any]] = {
 WIDE = "A\u00e9\u20ac\U0001f600 \U0001f469\u200d\U0001f467\ufe0f!\U0001f1eb\U0001f1f7"  # of one to four bytes
 
 
-def bytes_serving(said: str) -> Any:
+def bytes_serving(said: str, **options: Any) -> Any:
     """A runtime whose every answer is this text."""
     text = ScriptedText(said)
-    return serving(text=text, n_vocab=text.n_vocab)
+    return serving(text=text, n_vocab=text.n_vocab, **options)
+
+
+def cached_tokens(path: str, answer: dict[str, Any]) -> int:
+    """What an answer says of how much of its prompt was cached."""
+    usage = answer["usage"]
+    if path == "/v1/messages":
+        return int(usage["cache_read_input_tokens"])
+    details = "input_tokens_details" if path == "/v1/responses" else "prompt_tokens_details"
+    return int(usage[details]["cached_tokens"])
 
 
 def deltas(path: str, events: list[Any]) -> list[str]:
@@ -134,3 +143,43 @@ def test_a_bug_in_reading_an_answer_cancels_its_generation_and_gives_the_cells_b
         s.check_at_rest()
         stats = s.runtime.stats()
         assert (stats["cancelled"], stats["finished"]) == (1, 0)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_nothing_is_cached_for_who_wants_nothing_cached(path: str) -> None:
+    async def test(s: Serving) -> None:
+        async with fake_server(runtime=s.runtime) as server:
+
+            async def n_cached(**more: Any) -> int:
+                answer = (await server.post(path, **BODIES[path], **more)).json()
+                await asyncio.to_thread(s.drain)
+                return cached_tokens(path, answer)
+
+            assert await n_cached() == 0
+            whole = await n_cached(cache_prompt=True)
+            assert whole > 0
+            assert await n_cached(cache_prompt=False) == 0
+            assert await n_cached(cache_prompt=False, session_id="a") == 0
+            assert await n_cached(cache_prompt=False, session_id="a") == 0, "its session begins anew"
+            assert await n_cached(cache_prompt=None) == whole
+            error = (await server.post(path, cache_prompt="no", **BODIES[path])).json()["error"]
+            assert "cache_prompt" in error["message"]
+
+    with bytes_serving("hello", prefix_cache_entries=8) as s:
+        run(test(s))
+
+
+def test_choices_that_outgrow_the_context_together_end_as_one_does_that_outgrows_it() -> None:
+    async def test(s: Serving) -> None:
+        async with fake_server(runtime=s.runtime) as server:
+            for n, each in ((1, 31), (3, 10)):
+                found = await server.post("/v1/completions", prompt="hi", max_tokens=100, n=n)
+                choices = found.json()["choices"]
+                assert [choice["finish_reason"] for choice in choices] == ["length"] * n
+                assert [choice["text"] for choice in choices] == ["x" * each] * n
+            error = (await server.post("/v1/completions", prompt="x" * 31, n=3)).json()["error"]
+            assert error["code"] == "invalid_value"
+            assert "n is 3: the 32 cells of the context have no room for a prompt of 31 tokens" in error["message"]
+
+    with bytes_serving("x" * 200, capacity=32) as s:
+        run(test(s))

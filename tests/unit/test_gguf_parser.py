@@ -636,14 +636,14 @@ def test_a_vocabulary_of_a_large_model_is_located_and_read_quickly(tmp_path: Pat
     head = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<IIQ", ARRAY, STRING, n)
     path = tmp_path / "m.gguf"
     path.write_bytes(head + payload)
-    start = time.perf_counter()
+    start = time.thread_time()
     with GGUFFile.open(path) as file:
-        opened = time.perf_counter()
+        opened = time.thread_time()
         assert file.metadata.array("k").strings() == words
         assert file.metadata.array("k").text(n - 1) == f"w{n - 1}"
         # Typically 30 and 50 ms; the bounds only tell a linear pass from a quadratic one.
-        assert opened - start < 1
-        assert time.perf_counter() - opened < 1
+        assert opened - start < 3
+        assert time.thread_time() - opened < 3
 
 
 # ---- Agreement with gguf-py

@@ -345,6 +345,11 @@ def test_whoever_waited_for_the_generation_finds_its_end(monkeypatch: pytest.Mon
 # ---- dropping, and what need not be captured
 
 
+def test_no_flag_makes_collecting_discard() -> None:  # R91
+    assert list(inspect.signature(PromptCapture.collect).parameters) == ["self", "metadata", "timeout"]
+    assert list(inspect.signature(PromptCapture.discard).parameters) == ["self"]
+
+
 def test_discarding_lets_go_and_captures_nothing_more() -> None:  # R91
     with bench() as b:
         cache = PrefixCache(4)
@@ -369,7 +374,6 @@ def test_discarding_lets_go_and_captures_nothing_more() -> None:  # R91
         taken.discard()
         assert not taken.collect(timeout=WAIT_S)
         assert len(cache) == 0
-        assert list(inspect.signature(PromptCapture.collect).parameters) == ["self", "metadata", "timeout"]
 
 
 def test_a_capture_that_is_dropped_lets_go() -> None:

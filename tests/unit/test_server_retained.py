@@ -149,6 +149,8 @@ class TestOverHttp:
                     assert asked == [("", "a"), ("", "b")]
                     await server.chat()
                     assert list(server.request.tokens) == list(prompt.encode())
+                    await server.chat(session_id="a", cache_prompt=False)
+                    assert list(server.request.tokens) == list(prompt.encode())
                     await server.post("/v1/completions", prompt=[*prompt.encode()], session_id="b")
                     assert list(server.request.tokens) == list(prompt.encode())
                 assert len(asked) == 2

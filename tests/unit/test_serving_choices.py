@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 from control_bench import PROMPT, greedy
 from fake_executor import WAIT_S
@@ -11,8 +13,10 @@ from serving_bench import Ear, serving
 
 from ggml_engine.control.config import GenConfig
 from ggml_engine.control.generation import Reason, Update
-from ggml_engine.errors import OptionError
+from ggml_engine.errors import OptionError, PoolFullError
 from ggml_engine.ggml.sampler_config import MAX_SEED, SamplerConfig
+from ggml_engine.pool.cells import CellCache
+from ggml_engine.serving.choice_lengths import most_tokens, most_tokens_each
 from ggml_engine.serving.request import ServingRequest
 
 
@@ -161,3 +165,70 @@ def test_log_probabilities_of_the_prompt_are_the_first_choices() -> None:
         assert len(first.prompt_logprobs) == len(PROMPT)
         assert not second.prompt_logprobs
         assert len(first.logprobs) == len(second.logprobs) == 2
+
+
+# ---- choices that have no room together
+
+
+@pytest.mark.parametrize(("n", "each"), [(1, 24), (2, 12), (3, 8), (5, 4), (24, 1)])
+def test_choices_that_would_outgrow_the_cells_together_end_with_their_parts(n: int, each: int) -> None:
+    with serving(capacity=32) as s:
+        reply = s.submit(PROMPT, 50, n=n)
+        for choice in reply.result(WAIT_S):
+            assert choice.reason is Reason.LENGTH
+            assert choice.tokens == s.b.expected(PROMPT, each)
+        s.drain()
+        assert not s.b.executor.cache.used_cells
+
+
+def test_choices_that_fit_have_all_that_was_asked_for() -> None:
+    with serving(capacity=32) as s:
+        for n, n_tokens in ((2, 12), (3, 8), (8, 3)):
+            s.ask(PROMPT, n_tokens, n=n)
+
+
+def test_choices_that_have_no_room_for_one_token_each_are_refused() -> None:
+    with serving(capacity=16) as s:
+        with pytest.raises(OptionError, match="n is 9: the 16 cells of the context have no room for a prompt of 9 tok"):
+            s.submit(PROMPT, 1, n=9)
+        assert not s.b.executor.calls
+        s.ask(PROMPT, 1, n=8)
+
+
+def test_where_it_is_not_known_what_choices_share_they_are_not_bounded() -> None:
+    with serving(capacity=48, clones=False) as s:
+        s.ask(PROMPT, 16, n=2)
+        assert most_tokens_each(len(PROMPT), 3, 48, 1) == 13
+        assert most_tokens(s.b.executor, len(PROMPT), 3, 48) == most_tokens(s.b.executor, len(PROMPT), 1, 48) == 40
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_part_of_a_choice_is_what_the_cells_have_room_for(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(100):
+        run = rng.choice([1, 4, 16])
+        cache = CellCache(rng.randint(1, 160), run=run, read_block=run)
+        n, n_prompt = rng.randint(1, 6), rng.randint(1, cache.capacity)
+        each = most_tokens_each(n_prompt, n, cache.capacity, run)
+        for n_tokens, fits in ((each, True), (each + 1, False)):
+            shared = opened(cache, n_prompt - 1)
+            choices = [cache.clone(shared, n_prompt - 1) for _ in range(n)]
+            cache.close(shared)
+            if n_tokens:
+                step = np.repeat(np.array(choices, np.int32), n_tokens)
+                if fits:
+                    cache.declare(step)
+                else:
+                    with pytest.raises(PoolFullError):
+                        cache.declare(step)
+            for choice in choices:
+                cache.close(choice)
+
+
+def opened(cache: CellCache, n: int) -> int:
+    """A sequence of `n` tokens."""
+    sequence = cache.open()
+    if n:
+        placement = cache.declare(np.full(n, sequence, np.int32)).place(np.arange(n, dtype=np.int32))
+        placement.commit()
+    return sequence

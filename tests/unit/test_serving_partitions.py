@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 from control_bench import PROMPT
 from fake_executor import WAIT_S
@@ -64,3 +67,36 @@ def test_all_partitions_share_the_number_of_entries() -> None:
         assert len(s.keys) == 2
         assert s.reused(partition="x") == 0
         assert s.reused(partition="z") == len(PROMPT) - 1
+
+
+def test_who_has_most_entries_makes_room_for_all_others() -> None:
+    with serving(prefix_cache_entries=4) as s:
+        first = [70, 71, 72, 73]
+        s.ask(first, partition="modest")
+        for i in range(12):
+            s.ask([i, *PROMPT], partition="greedy")
+        assert s.reused(first, partition="modest") == len(first) - 1
+        assert s.reused([11, *PROMPT], partition="greedy") == len(PROMPT), "its last ones are kept"
+        assert s.reused([8, *PROMPT], partition="greedy") == 0
+        for i in range(12):
+            s.ask([20 + i, *PROMPT], partition="modest")
+        held = Counter(entry.scope for entry in s.runtime.cache.entries)
+        assert held == {"modest": 2, "greedy": 2}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_of_several_partitions_keeps_its_part_of_the_entries(seed: int) -> None:
+    rng = random.Random(seed)
+    most, names = rng.choice([3, 5, 8]), "abc"[: rng.randint(2, 3)]
+    part = most // len(names)
+    latest: dict[str, list[tuple[int, ...]]] = {name: [] for name in names}
+    with serving(prefix_cache_entries=most) as s:
+        for i in range(40):
+            name = rng.choice("aaaaaaaa" + names)
+            tokens = (i, 90 - i, 50)
+            s.ask(tokens, 1, partition=name)
+            latest[name].append(tokens)
+            kept = {(entry.scope, tuple(entry.tokens.tolist())) for entry in s.runtime.cache.entries}
+            assert len(kept) <= most
+            for each, asked in latest.items():
+                assert {(each, tokens) for tokens in asked[-part:]} <= kept

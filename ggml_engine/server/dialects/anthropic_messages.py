@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 
 from starlette.requests import Request
@@ -16,6 +15,7 @@ from ggml_engine.server.dialects.respond import respond
 from ggml_engine.server.dialects.sampling import session_of
 from ggml_engine.server.hosting import use_model
 from ggml_engine.server.prompts import count_prompt
+from ggml_engine.server.tokens import in_turn
 from ggml_engine.server.validation import validated
 
 
@@ -33,4 +33,4 @@ async def count_tokens(request: Request) -> Response:
     """How many tokens a prompt has; nothing is generated."""
     job = validated(CountRequest, await read_json(request)).job()
     model = await use_model(request, job.model)
-    return JSONResponse({"input_tokens": await asyncio.to_thread(count_prompt, model, job)})
+    return JSONResponse({"input_tokens": await in_turn(request, partial(count_prompt, model, job))})

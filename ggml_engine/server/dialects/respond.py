@@ -31,7 +31,7 @@ async def answer(request: Request, model: HostedModel, job: ChatJob | Completion
             done.set_result(None)
 
     run = Run(model, prepared, on_event, request.state.metrics)
-    run.start(job.session, request.state.partition)
+    run.start(job, request.state.partition)
     try:
         await done
     finally:
@@ -74,7 +74,7 @@ async def respond(
 
     run = Run(model, prepared, on_event, request.state.metrics)
     stream = EventStream(request, run.cancel, done=done, render_error=render_error)
-    run.start(job.session, request.state.partition)
+    run.start(job, request.state.partition)
     return stream
 
 

@@ -106,9 +106,9 @@ class SamplingFields(RequestModel):
     grammar: Annotated[str | None, Field(min_length=1)] = None
     ignore_eos: bool | None = None
     session_id: SessionField = None
+    cache_prompt: bool | None = None
 
-    # llama.cpp's, with the values that ask for what is done anyway
-    cache_prompt: Annotated[Any, AfterValidator(only(True))] = None
+    # llama.cpp's, with the value that asks for what is done anyway
     id_slot: Annotated[Any, AfterValidator(only(-1))] = None
 
     def sampler(self, json_schema: dict[str, Any] | None = None) -> SamplerConfig:
