@@ -17,10 +17,12 @@ _NUMBERS: Final = {TensorType.Q4_1: 1, TensorType.Q5_1: 2, TensorType.Q8_0: 3, T
 
 _WITH_LEAST: Final = {_NUMBERS[TensorType.Q4_1], _NUMBERS[TensorType.Q5_1]}
 
-# Unpacking costs what a few tokens' products do; below these ggml's own are as fast or faster.
+# Unpacking costs what a few tokens' products do; below these ggml's own are as fast or faster. Without VNNI weights of
+# Q8_0 are widened to 16 bits: vectors of 256 bits gain nothing over ggml's tiles then.
 _FEWEST_TOKENS: Final = {
-    "avx2": {TensorType.Q4_1: 2, TensorType.Q5_1: 2},
+    "avx2": {TensorType.Q4_1: 2, TensorType.Q5_1: 2, TensorType.Q5_0: 16},
     "avxvnni": {TensorType.Q4_1: 2, TensorType.Q5_1: 2, TensorType.Q5_0: 4, TensorType.Q8_0: 4},
+    "avx512bw": {TensorType.Q4_1: 2, TensorType.Q5_1: 2, TensorType.Q5_0: 2, TensorType.Q8_0: 5},
     "avx512": {TensorType.Q4_1: 1, TensorType.Q5_1: 1, TensorType.Q5_0: 2, TensorType.Q8_0: 2},
 }
 
@@ -59,7 +61,7 @@ class Panels:
     @staticmethod
     def spread(number: int) -> int:
         """The form of activations that a type is multiplied with, by one type's number for all of that form."""
-        return _NUMBERS[TensorType.Q4_1 if number in _WITH_LEAST else TensorType.Q8_0]
+        return _NUMBERS[TensorType.Q4_1] if number in _WITH_LEAST else number
 
     def row_bytes(self, number: int, n_dims: int) -> int:
         """Of a token's activations as the panels of a type read them."""

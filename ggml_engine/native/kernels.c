@@ -109,7 +109,7 @@ static PyObject * agrees(PyObject * self, PyObject * args) {
         PyErr_Format(PyExc_ValueError, "panel_agrees: type %d of 1 to %d and two addresses", type, PANEL_Q5_0);
         return NULL;
     }
-    if (found == NULL || (panel_is_signed((enum panel_type) type) && !found->takes_signed)) Py_RETURN_FALSE;
+    if (found == NULL) Py_RETURN_FALSE;
 #if defined(__GNUC__)
     return PyBool_FromLong(panel_agrees(found, (enum panel_type) type, (panel_dot) (uintptr_t) dot,
                                         (panel_pack) (uintptr_t) pack));

@@ -9,12 +9,14 @@ const struct panel_kernel * panel_kernel_of_processor(void) {
 #if defined(__x86_64__) && defined(__GNUC__)
     if (!processor_has_avx2_fma_f16c()) return NULL;
 #if PANEL_HAS_AVX512
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vnni")) {
-        return &panel_kernel_avx512;
-    }
+    const int has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw");
+    if (has_avx512 && __builtin_cpu_supports("avx512vnni")) return &panel_kernel_avx512;
 #endif
 #if PANEL_HAS_AVXVNNI
     if (__builtin_cpu_supports("avxvnni")) return &panel_kernel_avxvnni;
+#endif
+#if PANEL_HAS_AVX512
+    if (has_avx512) return &panel_kernel_avx512bw;
 #endif
     return &panel_kernel_avx2;
 #else

@@ -21,21 +21,26 @@ enum {
 /* Types whose blocks are unpacked into panels. Those without a least value are signed. */
 enum panel_type { PANEL_NONE, PANEL_Q4_1, PANEL_Q5_1, PANEL_Q8_0, PANEL_Q5_0 };
 
-/* 32 activations of a token as the multiplication reads them, for types with a least value and for signed ones. */
+/* 32 activations of a token as the multiplication reads them, for types with a least value and for signed ones.
+   Weights of these are shifted to be unsigned, or they are 16 bits wide: see panel_products.inc. */
 struct panel_x_least {
     float d, s; /* ggml's scale, and its scale times the sum */
     int8_t q[PANEL_BLOCK];
 };
 struct panel_x_signed {
     float d;
-    int32_t start[PANEL_QUADS]; /* -128 times the sum of a quad: weights are stored with 128 added */
-    int8_t q[PANEL_BLOCK];
+    union {
+        struct {
+            int32_t start[PANEL_QUADS]; /* the sum of a quad, times minus what its weights are shifted by */
+            int8_t q[PANEL_BLOCK];
+        } shifted;
+        int16_t wide[PANEL_BLOCK]; /* of a quad the first, third, second and fourth */
+    };
 };
 
 struct panel_kernel {
     const char * name;
-    int n_lanes;      /* rows of a panel */
-    int takes_signed; /* else only types with a least value */
+    int n_lanes; /* rows of a panel */
     /* A row of activations in ggml's form, q8_1 or q8_0, into a panel's; the former may be the end of the latter's memory. */
     void (*spread)(enum panel_type type, const void * packed, void * x, int64_t n_blocks);
     /* Up to n_lanes rows of a weight, times tokens: out[t * out_stride + row]. The memory holds panel_bytes. */
@@ -63,7 +68,7 @@ static inline size_t panel_bytes(int n_lanes, int64_t n_blocks) {
     return (size_t) n_blocks * (size_t) n_lanes * (PANEL_BLOCK + 2 * sizeof(float));
 }
 
-extern const struct panel_kernel panel_kernel_avx2, panel_kernel_avxvnni, panel_kernel_avx512;
+extern const struct panel_kernel panel_kernel_avx2, panel_kernel_avxvnni, panel_kernel_avx512bw, panel_kernel_avx512;
 
 /* The widest that this processor has, NULL without any. */
 const struct panel_kernel * panel_kernel_of_processor(void);

@@ -9,12 +9,12 @@
 #pragma GCC target("avx2,fma,f16c")
 #endif
 #include "panel_vectors_256.inc"
-/* Pairs are summed in 16 bits: enough for weights below 32, which types with a least value have. */
+#define MOST_WEIGHT 129 /* pairs of products are summed in 16 bits: 2 * 129 * 127 */
 static inline ivec i_dot(ivec start, ivec w, ivec x) {
     return _mm256_add_epi32(start, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
 }
 #include "panel_products.inc"
-const struct panel_kernel panel_kernel_avx2 = { "avx2", LANES, 0, spread, multiply_panel };
+const struct panel_kernel panel_kernel_avx2 = { "avx2", LANES, spread, multiply_panel };
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

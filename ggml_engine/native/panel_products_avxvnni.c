@@ -9,9 +9,10 @@
 #pragma GCC target("avx2,fma,f16c,avxvnni")
 #endif
 #include "panel_vectors_256.inc"
+#define MOST_WEIGHT 255
 static inline ivec i_dot(ivec start, ivec w, ivec x) { return _mm256_dpbusd_avx_epi32(start, w, x); }
 #include "panel_products.inc"
-const struct panel_kernel panel_kernel_avxvnni = { "avxvnni", LANES, 1, spread, multiply_panel };
+const struct panel_kernel panel_kernel_avxvnni = { "avxvnni", LANES, spread, multiply_panel };
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

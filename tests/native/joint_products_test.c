@@ -41,7 +41,7 @@ static void spread(enum panel_type type, const void * packed, void * x, int64_t 
 static void multiply_panel(
     enum panel_type type, const char * weight, size_t weight_stride, int n_rows, int64_t n_blocks, const char * x,
     size_t x_stride, int64_t n_tokens, float * out, int64_t out_stride, void * memory);
-static const struct panel_kernel kernel = { "plain", 8, 1, spread, multiply_panel };
+static const struct panel_kernel kernel = { "plain", 8, spread, multiply_panel };
 static void multiply_panel(
     enum panel_type type, const char * weight, size_t weight_stride, int n_rows, int64_t n_blocks, const char * x,
     size_t x_stride, int64_t n_tokens, float * out, int64_t out_stride, void * memory) {

@@ -1,5 +1,5 @@
 /* The panels of every kind of vectors that this processor has, against sums in the order of ggml's product of two rows:
-   to the bit, over random blocks, shapes and strides, under sanitizers. */
+   to the bit, over random and extreme blocks, shapes and strides, under sanitizers. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -56,6 +56,17 @@ static float expected(enum panel_type type, const char * weight, const char * x,
     return panel_is_signed(type) ? even + odd : even + odd + least;
 }
 
+/* A byte of weights: any, or of the least and the greatest that four, five and eight bits hold. */
+static char weight_byte(int is_extreme) {
+    static const unsigned char extremes[] = { 0, 0xff, 0x80, 0x7f };
+    return (char) (is_extreme ? extremes[below(4)] : below(256));
+}
+
+/* Of activations: ggml packs to -127..127. */
+static char activation(int is_extreme) {
+    return (char) (is_extreme ? (below(8) ? 127 : -127) : (int) below(255) - 127);
+}
+
 #define CHECK(condition, ...) if (!(condition)) return printf(__VA_ARGS__), puts(""), 1
 
 static int check(const struct panel_kernel * kernel, enum panel_type type, int seed) {
@@ -65,6 +76,7 @@ static int check(const struct panel_kernel * kernel, enum panel_type type, int s
     const size_t x_bytes = panel_x_bytes(type, n_blocks), packed_bytes = (size_t) (n_blocks * x_block);
     const size_t x_stride = x_bytes + 4 * below(5);
     const int64_t out_stride = n_rows + (int64_t) below(5);
+    const int is_extreme = below(3) == 0;
     /* every allocation ends where the last byte is that may be touched */
     char * weight = malloc(stride * (size_t) (n_rows - 1) + (size_t) (n_blocks * block_bytes[type]));
     char * packed = malloc(packed_bytes * (size_t) n_tokens + 1);
@@ -74,7 +86,7 @@ static int check(const struct panel_kernel * kernel, enum panel_type type, int s
     for (int r = 0; r < n_rows; ++r) {
         for (int b = 0; b < n_blocks; ++b) {
             char * block = weight + (size_t) r * stride + b * block_bytes[type];
-            for (int i = 0; i < block_bytes[type]; ++i) block[i] = (char) below(256);
+            for (int i = 0; i < block_bytes[type]; ++i) block[i] = weight_byte(is_extreme);
             put_half(block);
             if (!panel_is_signed(type)) put_half(block + 2);
         }
@@ -82,8 +94,7 @@ static int check(const struct panel_kernel * kernel, enum panel_type type, int s
     for (int t = 0; t < n_tokens; ++t) {
         for (int b = 0; b < n_blocks; ++b) {
             char * block = packed + (size_t) t * packed_bytes + b * x_block;
-            /* ggml packs to -127..127 */
-            for (int i = 0; i < x_block; ++i) block[i] = (char) ((int) below(255) - 127);
+            for (int i = 0; i < x_block; ++i) block[i] = activation(is_extreme);
             put_half(block);
             if (!panel_is_signed(type)) put_half(block + 2);
         }
@@ -123,7 +134,7 @@ static void pack(const float * x, void * y, int64_t k) {
 
 int main(int argc, char ** argv) {
     const int n = argc > 1 ? atoi(argv[1]) : 100;
-    const struct panel_kernel * widest = panel_kernel_of_processor(), * kernels[3];
+    const struct panel_kernel * widest = panel_kernel_of_processor(), * kernels[4];
     int n_kernels = 0;
     if (widest == NULL) return puts("no panels for this processor"), 2;
     kernels[n_kernels++] = &panel_kernel_avx2;
@@ -131,13 +142,13 @@ int main(int argc, char ** argv) {
     if (__builtin_cpu_supports("avxvnni")) kernels[n_kernels++] = &panel_kernel_avxvnni;
 #endif
 #if PANEL_HAS_AVX512
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")) kernels[n_kernels++] = &panel_kernel_avx512bw;
     if (widest == &panel_kernel_avx512) kernels[n_kernels++] = widest;
 #endif
     for (int k = 0; k < n_kernels; ++k) {
         for (int i = 0; i < n; ++i) {
             state = (uint64_t) i + 1;
             for (enum panel_type type = PANEL_Q4_1; type <= PANEL_Q5_0; ++type) {
-                if (panel_is_signed(type) && !kernels[k]->takes_signed) continue;
                 if (check(kernels[k], type, i)) return 1;
             }
         }

@@ -86,6 +86,13 @@ def test_weights_of_several_types_go_together(kernel: JointKernel, norms: bool) 
         assert [each.tobytes() for each in found] == [each.tobytes() for each in alone]
 
 
+def test_types_of_panels_that_read_activations_differently_go_together(kernel: JointKernel) -> None:
+    kinds = [kind for kind in (Q8_0, Q5_0, Q4_1, Q5_1) if kernel.takes(kind, 33)]
+    if kinds:
+        found, alone = both(kernel, kinds, 33, 2, norms=True, adds=False)
+        assert [each.tobytes() for each in found] == [each.tobytes() for each in alone]
+
+
 def test_types_that_ggml_multiplies_in_tiles_are_taken_with_one_token_only(kernel: JointKernel) -> None:
     assert [kind.name for kind in TYPES if kernel.takes(kind, 1)] == [kind.name for kind in TYPES]
     assert [kind for kind in (F32, TensorType.BF16, TensorType.Q4_0) if kernel.takes(kind, 2)] == []
@@ -103,9 +110,8 @@ def test_panels_take_steps_of_any_length(kernel: JointKernel) -> None:
         assert panels is not None, "every such processor since 2013 has some"
     if panels is None:
         return
-    assert [kind for kind in (Q4_1, Q5_1) if not kernel.takes(kind, 512)] == []
-    has_signed = panels.name != "avx2"
-    assert [kernel.takes(kind, 512) for kind in (Q5_0, Q8_0)] == [has_signed, has_signed]
+    assert [kind for kind in (Q4_1, Q5_1, Q5_0) if not kernel.takes(kind, 512)] == []
+    assert kernel.takes(Q8_0, 512) == (panels.name != "avx2")
 
 
 def test_panels_that_do_not_agree_with_ggml_are_not_used(kernel: JointKernel, monkeypatch: pytest.MonkeyPatch) -> None:
