@@ -22,7 +22,7 @@ def _keep_to_own_processors() -> None:
             os.sched_setaffinity(0, share)
 
 
-_keep_to_own_processors()  # before any thread is there
+_keep_to_own_processors()  # before there are threads that compute
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 

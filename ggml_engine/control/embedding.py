@@ -55,15 +55,22 @@ class Embedding:
             if text.tokens.size > most:
                 raise ContextLengthError(int(text.tokens.size), most, f"text {number}")
 
-    def step(self, executor: Executor) -> bool:
+    @property
+    def is_begun(self) -> bool:
+        """Whether a text holds cells: it is not through, and its next tokens go on with what these hold."""
+        return any(text.sequence is not None for text in self._texts)
+
+    def step(self, executor: Executor, *, begins: bool = True) -> bool:
         """At most one forward; whether there is more to do. The executor is the same every time.
+
+        Where it `begins` no text, only those go on that are begun, so that soon none holds any cells.
 
         A step that raises has closed every sequence, PoolFullError included: all texts that were not through begin
         again with the next step.
         """
-        pieces = self._pieces(executor.max_batch_tokens)
+        pieces = self._pieces(executor.max_batch_tokens, begins)
         if not pieces:
-            return False
+            return any(text.n_left for text in self._texts)
         try:
             self._compute(executor, pieces)
         except BaseException:
@@ -94,11 +101,11 @@ class Embedding:
 
     # ---- a step
 
-    def _pieces(self, room: int) -> list[tuple[_Text, int]]:
+    def _pieces(self, room: int, begins: bool) -> list[tuple[_Text, int]]:
         """Texts in their order and how many tokens of each, `room` in all."""
         pieces = []
         for text in self._texts:
-            n = min(text.n_left, room)
+            n = min(text.n_left, room) if begins or text.sequence is not None else 0
             if n:
                 pieces.append((text, n))
                 room -= n

@@ -441,7 +441,7 @@ class GgmlExecutor(Executor):
         return found.pop()
 
     def make_room(self) -> None:
-        """Take the storage of a first step, which would take it: so that it is there where time was to spare."""
+        """Take the storage that a first step would take where cells are read by plans, while there is time to spare."""
         with self._turn:
             self._make_room(1)
 

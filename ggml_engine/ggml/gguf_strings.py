@@ -35,7 +35,7 @@ def find_strings(source: FileBytes, position: int, starts: array[int]) -> tuple[
     n = len(starts)
     table = np.frombuffer(starts, f"u{starts.itemsize}") if n else np.empty(0, np.uint64)
     index = 0
-    while index < n:
+    while index < n and position < source.n_bytes:  # a length may lead beyond what an i64 holds
         n_short = 0
         if n - index >= _WALKED:
             found, end = _find_short(source.view[position : position + _WINDOW_BYTES], n - index)
@@ -59,10 +59,11 @@ def split_strings(data: memoryview, starts: NDArray[np.int64], ends: NDArray[np.
         marked[starts - 8] = marked[starts - 7] = 0
         marked[starts - 1] = _MARK[0]
         joined = marked.tobytes().translate(None, b"\0")
-        if len(joined) == n + int(sizes.sum()):  # else there are zeros in strings
-            strings = joined.split(_MARK)
-            if len(strings) == n + 1:  # else the mark is in some
-                return strings[1:]
+        del marked
+        # else there are zeros in strings, or the mark is in some: what then is split could be many times as large
+        if len(joined) == n + int(sizes.sum()) and joined.count(_MARK) == n:
+            return joined.split(_MARK)[1:]
+        del joined
     whole = data.tobytes()
     return [whole[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
 

@@ -9,7 +9,7 @@
 #pragma GCC target("avx2,fma,f16c")
 #endif
 #include "panel_vectors_256.inc"
-#define MOST_WEIGHT 129 /* pairs of products are summed in 16 bits: 2 * 129 * 127 */
+#define MOST_WEIGHT 127 /* pairs of products are summed in 16 bits: 2 * 127 * 128 */
 static inline ivec i_dot(ivec start, ivec w, ivec x) {
     return _mm256_add_epi32(start, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
 }

@@ -9,7 +9,7 @@
 #pragma GCC target("avx512f,avx512bw,f16c")
 #endif
 #include "panel_vectors_512.inc"
-#define MOST_WEIGHT 129 /* pairs of products are summed in 16 bits: 2 * 129 * 127 */
+#define MOST_WEIGHT 127 /* pairs of products are summed in 16 bits: 2 * 127 * 128 */
 static inline ivec i_dot(ivec start, ivec w, ivec x) {
     return _mm512_add_epi32(start, _mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1)));
 }

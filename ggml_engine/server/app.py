@@ -88,6 +88,8 @@ def create_app(
     state["saving"] = threading.Lock()
     state["session_workers"] = session_workers = Workers(_SESSION_THREADS, "ggml-engine-sessions")
     state["token_workers"] = token_workers = Workers(_TOKEN_THREADS, "ggml-engine-tokens")
+    state["embedding_workers"] = embedding_workers = Workers(_EMBEDDINGS_AT_ONCE, "ggml-engine-embeddings")
+    all_workers = (session_workers, token_workers, embedding_workers)
     turns = {
         "tokens": Turns(_TOKEN_THREADS, options.serving.max_queue),
         "embeddings": Turns(_EMBEDDINGS_AT_ONCE, options.serving.max_queue),
@@ -117,7 +119,7 @@ def create_app(
             for task in tasks:
                 with suppress(asyncio.CancelledError):
                     await task
-            for workers in (session_workers, token_workers):
+            for workers in all_workers:
                 workers.close()
 
     app = Starlette(
@@ -131,7 +133,7 @@ def create_app(
     app.state.lifecycle = lifecycle
     app.state.started = started
     app.state.bodies = bodies
-    app.state.workers = (session_workers, token_workers)
+    app.state.workers = all_workers
     app.state.token_turns, app.state.embedding_turns = turns["tokens"], turns["embeddings"]
     return app
 

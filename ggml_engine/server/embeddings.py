@@ -1,6 +1,7 @@
 """POST /v1/embeddings, in OpenAI's form. Texts take turns with generations, one forward at a time.
 
-So many requests are worked on at once (`embedding_turns`); the others wait, or are refused.
+So many requests are worked on at once (`embedding_turns`); the others wait, or are refused. One of many texts goes
+behind those that wait whenever it holds no cells.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ggml_engine.server.bodies import read_json
 from ggml_engine.server.errors import HttpProblem
 from ggml_engine.server.hosted_model import HostedModel
 from ggml_engine.server.prompt_bytes import check_bytes
+from ggml_engine.server.turns import Turns
 from ggml_engine.server.validation import RequestModel, validated
 
 MAX_TEXTS: Final = 2048
@@ -43,10 +45,11 @@ async def embeddings(request: Request) -> Response:
     async with request.state.host.use(body.model) as model:
         pooling = _pooling_of(model)
         inputs = _inputs(body.input)
-        async with request.state.embedding_turns.turn(request.state.partition):
-            texts = await request.state.token_workers.call(partial(_encoded, model, inputs))
-            n_tokens = sum(int(ids.size) for ids in texts)
-            rows = await _computed(model, texts, pooling)
+        turns, partition = request.state.embedding_turns, request.state.partition
+        encode = partial(_encoded, model, inputs)
+        texts = await turns.run(partition, partial(request.state.embedding_workers.call, encode))
+        n_tokens = sum(int(ids.size) for ids in texts)
+        rows = await _computed(model, texts, pooling, turns, partition)
     request.state.metrics.on_tokens(model.name, prompt=n_tokens)
     shown = [_base64(row) if body.encoding_format == "base64" else row.tolist() for row in rows]
     data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(shown)]
@@ -97,15 +100,21 @@ def _pooling_of(model: HostedModel) -> Pooling:
     return pooling
 
 
-async def _computed(model: HostedModel, texts: list[Any], pooling: Pooling) -> Any:
-    """The rows, f32 [texts, n_embd]; a request that ends before leaves no cell behind."""
+async def _computed(model: HostedModel, texts: list[Any], pooling: Pooling, turns: Turns, partition: str) -> Any:
+    """The rows, f32 [texts, n_embd]; a request that ends before leaves no cell behind.
+
+    Where others wait, what was begun is finished, and then it waits behind them.
+    """
     engine = model.engine
     work = Embedding(texts, pooling)
     work.check_length(engine.executor.max_positions)
-    runner = engine.runner()
+    runner, is_left = engine.runner(), True
     try:
-        while await runner.compute_async(work.step):
-            pass
+        while is_left:
+            async with turns.turn(partition, goes_on=True):
+                is_left = await runner.compute_async(work.step)
+                while is_left and (work.is_begun or not turns.n_waiting):
+                    is_left = await runner.compute_async(partial(work.step, begins=not turns.n_waiting))
     except BaseException:
         runner.compute_async(work.abandon)
         raise

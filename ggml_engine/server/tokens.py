@@ -38,9 +38,9 @@ class Detokenize(RequestModel):
 
 async def in_turn(request: Request, function: Callable[[], Result]) -> Result:
     """What it makes of a text, in its caller's turn, on a thread for texts alone. Raises QueueFullError."""
-    async with request.state.token_turns.turn(request.state.partition):
-        made: Result = await request.state.token_workers.call(function)
-        return made
+    work = partial(request.state.token_workers.call, function)
+    made: Result = await request.state.token_turns.run(request.state.partition, work)
+    return made
 
 
 async def tokenize(request: Request) -> Response:

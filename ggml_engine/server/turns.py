@@ -2,19 +2,22 @@
 
 A request of a runtime's waits in the runtime's own queue; what is only computed or only read waits here, by the same
 rules: first come first served within a partition, partition by partition, and a share of the queue for each of them.
-For the loop's thread.
+One that takes long has several turns, and goes behind the others in between. For the loop's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from ggml_engine.errors import QueueFullError
 from ggml_engine.serving.durations import Durations
 from ggml_engine.serving.waiting import FairQueue
+
+Result = TypeVar("Result")
 
 
 class Turns:
@@ -33,9 +36,13 @@ class Turns:
         return len(self._waiting)
 
     @asynccontextmanager
-    async def turn(self, partition: str) -> AsyncIterator[None]:
-        """While entered, one is worked on. Raises QueueFullError where it would have to wait and there is no room."""
-        await self._begin(partition)
+    async def turn(self, partition: str, *, goes_on: bool = False) -> AsyncIterator[None]:
+        """While entered, one is worked on.
+
+        Raises QueueFullError where it would have to wait and there is no room; not for one that `goes_on`, which has
+        had a turn.
+        """
+        await self._begin(partition, goes_on)
         begun_at = self._clock()
         try:
             yield
@@ -43,11 +50,29 @@ class Turns:
             self._durations.note(self._clock() - begun_at)
             self._end()
 
-    async def _begin(self, partition: str) -> None:
+    async def run(self, partition: str, work: Callable[[], Awaitable[Result]]) -> Result:
+        """What `work()` gives, in a turn that lasts until it ends, though its caller has left. Raises QueueFullError.
+
+        So what runs in threads, and cannot be stopped there, is never more than there are turns.
+        """
+        await self._begin(partition, goes_on=False)
+        task = asyncio.ensure_future(self._worked(work))
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # seen, if by nobody else
+        return await asyncio.shield(task)
+
+    async def _worked(self, work: Callable[[], Awaitable[Result]]) -> Result:
+        begun_at = self._clock()
+        try:
+            return await work()
+        finally:
+            self._durations.note(self._clock() - begun_at)
+            self._end()
+
+    async def _begin(self, partition: str, goes_on: bool) -> None:
         if not self.n_waiting and self.n_running < self._most_at_once:
             self.n_running += 1
             return
-        if not self._waiting.has_room(partition):
+        if not goes_on and not self._waiting.has_room(partition):
             n = self.n_waiting
             raise QueueFullError(n, self._durations.retry_after_s(n, self._most_at_once))
         is_given = asyncio.Event()

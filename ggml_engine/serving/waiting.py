@@ -1,6 +1,6 @@
 """`FairQueue`: what waits, first come first served within a partition, and partition by partition in turns.
 
-Not locked: the runtime's lock is held around it.
+Not locked: who has it uses it under a lock, or on one thread.
 """
 
 from __future__ import annotations

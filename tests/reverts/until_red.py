@@ -33,8 +33,13 @@ class UntilRed:
     def _group(item: pytest.Item) -> str:
         return group_of(item.nodeid.partition("::")[2])
 
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        return True if self._at_least and self._group(item) in self._red else None
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        if not self._at_least or self._group(item) not in self._red:
+            return None
+        # as its own run would have: what only this item's class or module needed is torn down before another begins
+        item.session._setupstate.teardown_exact(nextitem)
+        return True
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:

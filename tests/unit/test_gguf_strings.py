@@ -68,6 +68,9 @@ def test_a_length_that_leads_nowhere_ends_the_search() -> None:
     for i, length in ((0, 2**64 - 1), (500, 2**63), (999, 2**32)):
         broken = data[: 11 * i] + struct.pack("<Q", length) + data[11 * i + 8 :]
         assert found(broken, 0, 1000) == (list(range(8, 11 * (i + 1), 11)), 11 * i + 8 + length)
+    for length in (2**63, 2**64 - 1):  # the last one that is read by itself before a search goes on
+        broken = bytes(8 * 255) + struct.pack("<Q", length) + bytes(8 * 344)
+        assert found(broken, 0, 600) == (list(range(8, 8 * 257, 8)), 8 * 256 + length)
 
 
 def test_strings_of_usual_lengths_are_not_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

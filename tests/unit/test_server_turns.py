@@ -6,9 +6,11 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from dialect_fakes import Bytes, FakeServer, fake_server, run
 from server_fakes import WAIT_S
@@ -218,7 +220,10 @@ def test_clients_that_leave_take_no_more_threads_than_there_are() -> None:
                 task = asyncio.create_task(server.post("/tokenize", content="hi"))
                 await asyncio.sleep(0.005)
                 task.cancel()
-            assert vocabulary.n_held <= application._TOKEN_THREADS
+            turns = server.app.state.token_turns
+            await until(lambda: turns.n_waiting == 0)
+            assert turns.n_running == vocabulary.n_held == application._TOKEN_THREADS, "until their threads are free"
+            assert server.app.state.workers[1]._threads._work_queue.empty()
             found = await server.post("/v1/completions", prompt=[104, 105])
             assert found.status_code == 200
             vocabulary.gate.set()
@@ -234,9 +239,10 @@ def test_so_many_embeddings_are_computed_at_once_and_keys_take_turns(monkeypatch
     n_at_once = application._EMBEDDINGS_AT_ONCE
     gates: list[asyncio.Event] = []
 
-    async def computed(_model: Any, texts: list[Any], _pooling: str) -> Any:
-        gates.append(asyncio.Event())
-        await gates[-1].wait()
+    async def computed(_model: Any, texts: list[Any], _pooling: str, turns: Turns, partition: str) -> Any:
+        async with turns.turn(partition, goes_on=True):
+            gates.append(asyncio.Event())
+            await gates[-1].wait()
         return Bytes().encode(bytes(texts[0].tolist()).decode(), add_special=True, parse_special=False)[None]
 
     monkeypatch.setattr(embeddings, "_computed", computed)
@@ -263,6 +269,65 @@ def test_so_many_embeddings_are_computed_at_once_and_keys_take_turns(monkeypatch
                 gates[n].set()
                 await until(lambda n=n: len(ended) > n)
             assert [response.status_code for response in await asyncio.gather(*tasks)] == [200] * len(tasks)
-            assert ended == ["greedy"] * n_at_once + ["greedy", "modest", "greedy"]
+            assert ended == ["greedy"] * (n_at_once + 2) + ["modest"], "it waited for each of its two turns"
+
+    run(test())
+
+
+class Long:
+    """An embedding of as many texts as `n`, each of two steps."""
+
+    def __init__(self, texts: list[Any], _pooling: str) -> None:
+        self.n_texts, self.n_done, self.is_begun = int(texts[0].size), 0, False
+
+    def check_length(self, _most: int) -> None:
+        """None is too long."""
+
+    def step(self, _executor: Any, *, begins: bool = True) -> bool:
+        assert begins or self.is_begun
+        self.n_done += self.is_begun
+        self.is_begun = not self.is_begun
+        return self.is_begun or self.n_done < self.n_texts
+
+    def abandon(self, _executor: Any) -> None:
+        """Holds nothing."""
+
+    def result(self) -> Any:
+        assert self.n_done == self.n_texts
+        return np.ones((1, 2), np.float32)
+
+
+def test_one_text_waits_for_no_request_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GGML_ENGINE_API_KEY", "greedy modest")
+    monkeypatch.setattr(embeddings, "_pooling_of", lambda _model: "mean")
+    monkeypatch.setattr(embeddings, "Embedding", Long)
+    n_at_once, n_steps = application._EMBEDDINGS_AT_ONCE, 0
+
+    async def computed(step: Callable[[Any], bool]) -> bool:
+        nonlocal n_steps
+        n_steps += 1
+        await asyncio.sleep(0.001)
+        return step(None)
+
+    async def test() -> None:
+        async with fake_server(max_queue=4, api_key_env="GGML_ENGINE_API_KEY") as server:
+            await until(server.app.state.host.loaded)
+            engine = server.app.state.host.loaded()[0].engine
+            engine.runner = lambda: SimpleNamespace(compute_async=lambda step: asyncio.ensure_future(computed(step)))
+
+            def embed(key: str, n: int) -> asyncio.Task[httpx.Response]:
+                return asyncio.create_task(server.post("/v1/embeddings", {"x-api-key": key}, input="a" * n))
+
+            turns = server.app.state.embedding_turns
+            greedy = [embed("greedy", 400) for _ in range(n_at_once + 2)]
+            await until(lambda: n_steps > 40)
+            begun_by_then = n_steps
+            assert (await embed("modest", 1)).status_code == 200
+            assert n_steps - begun_by_then < 800, "of 4800"
+            assert not any(task.done() for task in greedy)
+            greedy.pop().cancel()
+            await until(lambda: turns.n_running + turns.n_waiting == n_at_once + 1)
+            assert [response.status_code for response in await asyncio.gather(*greedy)] == [200] * (n_at_once + 1)
+            assert (turns.n_running, turns.n_waiting) == (0, 0)
 
     run(test())
