@@ -50,15 +50,20 @@ def by_token_ids(spied: Spied, name: str | None, end: End, size: Size) -> None:
     assert other.evaluated[3:] == [1], "what was captured outlives the session"
 
 
-@pytest.mark.parametrize(("name", "end"), [("a", "every"), (None, "initial")])
+WAYS = [("a", "every"), (None, "initial")]
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [*WAYS, *(pytest.param(*way, marks=pytest.mark.slow) for way in [("a", "initial"), (None, "every")])],
+)
 def test_a_short_conversation_evaluates_what_is_new(name: str | None, end: End) -> None:  # R75 R85
     with spied_server(prefix_checkpoint_prompt_end=end) as spied:
         by_token_ids(spied, name, end, SHORT)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["initial", "every"])
-@pytest.mark.parametrize("name", ["a", None])
+@pytest.mark.parametrize(("name", "end"), WAYS)
 def test_a_whole_conversation_evaluates_what_is_new(name: str | None, end: End) -> None:  # R75 R85
     with spied_server(prefix_checkpoint_prompt_end=end, ctx=16384) as spied:
         by_token_ids(spied, name, end, WHOLE)
