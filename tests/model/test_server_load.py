@@ -257,7 +257,7 @@ def with_a_strange_value(whole: bytes, rng: random.Random) -> bytes:
             break
         target = inner
     if key in ("max_tokens", "max_output_tokens"):
-        target[key] = rng.choice(["", "x", [], {}, 1.5, True, -1, 0, 2**63])  # none that could mean many
+        target[key] = rng.choice(["", "x", [], {}, 1.5, True, -2, 0, 2**63])  # none that means many, as -1 does
     elif isinstance(target, dict) and rng.random() < 0.5:
         target[f"{key}_"] = target.pop(key)
     else:
