@@ -1,21 +1,24 @@
 """Runs the tests against the package with one thing taken out at a time: every patch here must turn its tests red.
 
-    python tests/reverts/run.py [--green-already] [name ...]
+    python tests/reverts/run.py [--green-already] [--within SECONDS] [name ...]
 
 A patch of the compiled kernel's sources has it compiled anew in the copy.
 
 A patch reverts one thing in a copy of the package; its head says in `Tests:` what to run, in `Red:` which of the groups
 (classes or functions of those tests) must have a failure, and in `At least:` how many of them (all, where it is left
 out): as soon as that many have one, the run of that patch ends. Without any patch the same tests must be green; with
-`--green-already`, where all tests have just passed, it is only looked whether they are there. Prints a table; exit code 1
-when a revert was not noticed.
+`--green-already`, where all tests have just passed, it is only looked whether they are there. `--within`: after so long no
+further one is begun, and it is told how many were not tried; the first is another one each time. Prints a table; exit
+code 1 when a revert was not noticed.
 """
 
 # ruff: noqa: T201 - a program: it prints
 
 from __future__ import annotations
 
+import argparse
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -30,7 +33,6 @@ from until_red import group_of
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-GREEN_ALREADY = "--green-already"
 TIMEOUT_S = 600
 WORKERS = max(1, min(4, (os.cpu_count() or 1)))  # most of these tests compute with one thread
 NATIVE = "+++ b/ggml_engine/native/"  # in a patch of what is compiled
@@ -178,26 +180,43 @@ def is_green_without(reverts: list[Revert], green_already: bool) -> bool:
     return not bad and not missing
 
 
-def main(names: list[str]) -> int:
-    green_already = GREEN_ALREADY in names
-    names = [name for name in names if name != GREEN_ALREADY]
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--green-already", action="store_true")
+    parser.add_argument("--within", type=float)
+    parser.add_argument("names", nargs="*")
+    options = parser.parse_args()
+    names, within = options.names, options.within
     reverts = [Revert.read(patch) for patch in sorted(HERE.glob("*.patch"))]
     unknown = set(names) - {revert.name for revert in reverts}
     if unknown or not reverts:
         print(f"no such reverts: {', '.join(sorted(unknown))}; there are: {', '.join(r.name for r in reverts)}")
         return 2
     reverts = [revert for revert in reverts if not names or revert.name in names]
+    if within is not None:
+        first = random.randrange(len(reverts))
+        reverts = reverts[first:] + reverts[:first]
     start = time.monotonic()
-    all_noticed = is_green_without(reverts, green_already)
+    all_noticed, n_tried = is_green_without(reverts, options.green_already), 0
+
+    def try_in_time(revert: Revert) -> tuple[bool, str, Outcome | None] | None:
+        return try_revert(revert) if within is None or time.monotonic() - start < within else None
+
     with ThreadPoolExecutor(WORKERS) as workers:
-        for revert, (is_noticed, told, outcome) in zip(reverts, workers.map(try_revert, reverts), strict=True):
+        for revert, tried in zip(reverts, workers.map(try_in_time, reverts), strict=True):
+            if tried is None:
+                continue
+            is_noticed, told, outcome = tried
+            n_tried += 1
             all_noticed &= is_noticed
             print(f"{'ok' if is_noticed else 'BAD':4} {revert.name:44} {told}", flush=True)
             if outcome is not None and not is_noticed:
                 print(outcome.output[-4000:])
-    print(f"{len(reverts)} reverts in {time.monotonic() - start:.0f} s, {'all' if all_noticed else 'NOT ALL'} noticed")
+    print(f"{n_tried} reverts in {time.monotonic() - start:.0f} s, {'all' if all_noticed else 'NOT ALL'} noticed")
+    if n_tried < len(reverts):
+        print(f"{len(reverts) - n_tried} of {len(reverts)} NOT TRIED for want of time")
     return 0 if all_noticed else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
