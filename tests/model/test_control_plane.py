@@ -37,7 +37,7 @@ def used_cells(engine: Engine) -> int:
     return int(engine.executor.stats()["cells_used"])
 
 
-@pytest.mark.parametrize("n_requests", [5, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_requests", [5, pytest.param(25, marks=pytest.mark.slow)])
 def test_sixteen_threads_with_random_cancels_say_what_each_says_alone(engine: Engine, n_requests: int) -> None:
     before = used_cells(engine)
     config = GenConfig(max_tokens=6, sampler=GREEDY, ignore_eos=True)
