@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from ggml_engine.errors import QueueFullError
@@ -43,12 +43,8 @@ class Turns:
         had a turn.
         """
         await self._begin(partition, goes_on)
-        begun_at = self._clock()
-        try:
+        with self._given():
             yield
-        finally:
-            self._durations.note(self._clock() - begun_at)
-            self._end()
 
     async def run(self, partition: str, work: Callable[[], Awaitable[Result]]) -> Result:
         """What `work()` gives, in a turn that lasts until it ends, though its caller has left. Raises QueueFullError.
@@ -61,9 +57,15 @@ class Turns:
         return await asyncio.shield(task)
 
     async def _worked(self, work: Callable[[], Awaitable[Result]]) -> Result:
+        with self._given():
+            return await work()
+
+    @contextmanager
+    def _given(self) -> Iterator[None]:
+        """A turn that has begun, to its end."""
         begun_at = self._clock()
         try:
-            return await work()
+            yield
         finally:
             self._durations.note(self._clock() - begun_at)
             self._end()
