@@ -123,7 +123,7 @@ class PromptFields(SamplingFields):
             model=self.model,
             sampler=sampler,
             session=session,
-            cache_prompt=self.cache_prompt is not False,
+            cache_prompt=self.reads_cache,
             messages=tuple(messages),
             tools=check_tools([tool.tool() for tool in self.tools or []], choice, sampler, "output_config"),
             tool_choice=choice,

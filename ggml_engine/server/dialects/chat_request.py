@@ -227,7 +227,7 @@ class ChatRequest(SamplingFields):
             n=self.n or 1,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             session=session,
-            cache_prompt=self.cache_prompt is not False,
+            cache_prompt=self.reads_cache,
             stream=bool(self.stream),
             include_usage=bool(self.stream_options and self.stream_options.include_usage),
             messages=messages,

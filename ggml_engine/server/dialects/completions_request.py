@@ -80,7 +80,7 @@ class CompletionRequest(SamplingFields):
             n=n,
             logprobs=self.logprobs,
             session=session,
-            cache_prompt=self.cache_prompt is not False,
+            cache_prompt=self.reads_cache,
             stream=bool(self.stream),
             include_usage=bool(self.stream_options and self.stream_options.include_usage),
             prompts=prompts,

@@ -132,7 +132,7 @@ class ResponseRequest(SamplingFields):
             ignore_eos=bool(self.ignore_eos),
             logprobs=(self.top_logprobs or 0) if asks_logprobs else None,
             session=session,
-            cache_prompt=self.cache_prompt is not False,
+            cache_prompt=self.reads_cache,
             stream=bool(self.stream),
             include_usage=True,
             schema_field="text",

@@ -111,6 +111,11 @@ class SamplingFields(RequestModel):
     # llama.cpp's, with the value that asks for what is done anyway
     id_slot: Annotated[Any, AfterValidator(only(-1))] = None
 
+    @property
+    def reads_cache(self) -> bool:
+        """Whether what is cached of the prompt is read: where nothing is said of it, too."""
+        return self.cache_prompt is not False
+
     def sampler(self, json_schema: dict[str, Any] | None = None) -> SamplerConfig:
         """The sampler that was asked for. Raises HttpProblem (400) that names the field."""
         given = {name: getattr(self, name) for name in SamplingFields.model_fields if name in SAMPLER_FIELDS}
